@@ -233,6 +233,7 @@ class Pipeline:
                 results = q.new_empty((*q.shape[:3], out.shape[-1])), q.new_empty(q.shape[:3], dtype=self.accum)
             returned = QueryReturn(self.plan, step, results)
             going.append((returned, start(self.plan, q.device, returned)))
+            returned.write_own((out, lse))
             del q, k, v, results  # before the next step's are put together
             if i:  # the step before has had this one's time
                 self._write(*going.pop(0), (out, lse))
@@ -242,7 +243,7 @@ class Pipeline:
 
     @staticmethod
     def _write(returned: QueryReturn, pending: Pending, targets: tuple[Tensor, Tensor]) -> None:
-        returned.add_to(targets, iter(pending.wait()))
+        returned.write(targets, iter(pending.wait()))
 
     def _inputs_of(self, index: int) -> list[Shipment]:
         """q, k and v of a step."""
@@ -279,12 +280,14 @@ class Pipeline:
             q, k, v, step_dout, step_stats = arrivals.wait()
             arrivals.start_next()
             if q.shape[2]:
-                step_dq, *of_keys = self.local(step).backward(q, k, v, step_dout, step_stats, sums)
+                step_dq, *step_dkv = self.local(step).backward(q, k, v, step_dout, step_stats, sums)
             else:
-                step_dq, *of_keys = torch.empty_like(q), *(torch.empty_like(t, dtype=key_dtype) for t in (k, v))
-            returned = QueryReturn(self.plan, step, (step_dq,)), KeyReturn(self.plan, step, of_keys)
-            going.append((*returned, start(self.plan, q.device, *returned)))
-            del q, k, v, step_dout, step_stats, step_dq, of_keys
+                step_dq, *step_dkv = torch.empty_like(q), *(torch.empty_like(t, dtype=key_dtype) for t in (k, v))
+            of_queries, of_keys = QueryReturn(self.plan, step, (step_dq,)), KeyReturn(self.plan, step, step_dkv)
+            going.append((of_queries, of_keys, start(self.plan, q.device, of_queries, of_keys)))
+            of_queries.write_own((dq,))
+            of_keys.keep_own()
+            del q, k, v, step_dout, step_stats, step_dq, step_dkv
             if i:
                 self._add(*going.pop(0), dq, keys)
         for last in going:
@@ -294,7 +297,7 @@ class Pipeline:
     @staticmethod
     def _add(of_queries: QueryReturn, of_keys: KeyReturn, pending: Pending, dq: Tensor, keys: KeyGradients) -> None:
         received = iter(pending.wait())
-        of_queries.add_to((dq,), received)
+        of_queries.write((dq,), received)
         keys.add(of_keys, received)
 
 
@@ -428,12 +431,6 @@ class Return:
                     self.receives += [Expected(rank, (piece.rows, *shape), result.dtype) for piece in pieces]
             self.own.append(own)
 
-    def keep_own(self) -> None:
-        """Let go of what has been packed for other ranks."""
-        if self.sends:
-            self.sends = []
-            self.own = [[t.clone() for t in pieces] for pieces in self.own]
-
     def pieces(self, received: Iterator[Tensor]) -> Iterator[tuple[int, Piece, slice, Tensor]]:
         """For each result, in the order of the ranks: its number, a piece, its heads, and its rows.
 
@@ -443,7 +440,10 @@ class Return:
             own = iter(pieces_of_own)
             for rank, pieces in self.route.outgoing:
                 for piece in pieces:
-                    yield number, piece, self.heads_of(rank), next(own if rank == self.plan.rank else received)
+                    if rank != self.plan.rank:
+                        yield number, piece, self.heads_of(rank), next(received)
+                    elif pieces_of_own:  # they have not been written
+                        yield number, piece, self.heads_of(rank), next(own)
 
 
 class QueryReturn(Return):
@@ -452,10 +452,22 @@ class QueryReturn(Return):
     def __init__(self, plan: ContextPlan, step: Step, results: Sequence[Tensor]):
         super().__init__(plan, plan.query_route(step), results, lambda rank: plan.schedule.heads_q(step, rank))
 
-    def add_to(self, targets: Sequence[Tensor], received: Iterator[Tensor]) -> None:
-        """Write the results into rows of all heads."""
+    def write_own(self, targets: Sequence[Tensor]) -> None:
+        """Write this rank's own results into rows of all heads, and let go of the step's."""
+        own = [piece for rank, pieces in self.route.outgoing if rank == self.plan.rank for piece in pieces]
+        for target, results in zip(targets, self.own, strict=True):
+            for piece, rows in zip(own, results, strict=True):
+                copy(_place(target, piece, self.heads_of(self.plan.rank)), rows)
+        self.own, self.sends = [[] for _ in self.own], []
+
+    def write(self, targets: Sequence[Tensor], received: Iterator[Tensor]) -> None:
+        """Write what other ranks have sent."""
         for number, piece, heads, rows in self.pieces(received):
-            copy(targets[number][piece.source_row : piece.source_row + piece.rows, :, heads], rows)
+            copy(_place(targets[number], piece, heads), rows)
+
+
+def _place(target: Tensor, piece: Piece, heads: slice) -> Tensor:
+    return target[piece.source_row : piece.source_row + piece.rows, :, heads]
 
 
 class KeyReturn(Return):
@@ -465,6 +477,12 @@ class KeyReturn(Return):
         self.step = step
         super().__init__(plan, plan.key_route(step), gradients, lambda rank: plan.schedule.heads_kv(step, rank))
 
+    def keep_own(self) -> None:
+        """Let go of what has been packed for other ranks."""
+        if self.sends:
+            self.sends = []
+            self.own = [[t.clone() for t in pieces] for pieces in self.own]
+
     def add_to(self, targets: Sequence[Tensor], first_head: int, received: Iterator[Tensor]) -> None:
         """Add them up, in the order of the ranks, so that sums do not change from run to run.
 
@@ -472,7 +490,7 @@ class KeyReturn(Return):
         """
         for number, piece, heads, rows in self.pieces(received):
             own_heads = slice(heads.start - first_head, heads.stop - first_head)
-            targets[number][piece.source_row : piece.source_row + piece.rows, :, own_heads] += rows
+            _place(targets[number], piece, own_heads).add_(rows)
 
 
 def start(plan: ContextPlan, device: torch.device, *returns: Return) -> Pending:
@@ -482,8 +500,6 @@ def start(plan: ContextPlan, device: torch.device, *returns: Return) -> Pending:
         sends = [message for returned in returns for message in returned.sends]
         receives = [expected for returned in returns for expected in returned.receives]
         pending = exchange(plan.group, sends, receives, device)
-    for returned in returns:
-        returned.keep_own()
     return pending
 
 

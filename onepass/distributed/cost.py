@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from .layout import Layout, Run, most_keys, visible_pairs
+from .layout import Layout, most_keys, visible_pairs
 from .schedule import AHEAD, Piece, Schedule, Step
 
 if TYPE_CHECKING:
@@ -171,19 +171,17 @@ class Rows(NamedTuple):
 
 
 def _calls(schedule: Schedule, step: Step, rank: int) -> list[Work]:
-    """A dense call for each run of queries; packed sequences are one call."""
-    runs: list[Run] = []
-    for run in schedule.queries(step, rank):
-        if runs and runs[-1].stop == run.start:
-            runs[-1] = Run(runs[-1].start, run.stop)
-        else:
-            runs.append(Run(run.start, run.stop))
-    found = [
-        Work(*(count(run, schedule.cu_seqlens, schedule.mask) for count in (visible_pairs, most_keys))) for run in runs
+    """A dense call for each segment; packed sequences are one call."""
+    segments = [segment.runs for segment in schedule.segments(step, rank)]
+    if len(schedule.cu_seqlens) > 2:
+        segments = [tuple(run for runs in segments for run in runs)] if segments else []
+    return [
+        Work(
+            sum(visible_pairs(run, schedule.cu_seqlens, schedule.mask) for run in runs),
+            max(most_keys(run, schedule.cu_seqlens, schedule.mask) for run in runs),
+        )
+        for runs in segments
     ]
-    if len(schedule.cu_seqlens) > 2 and found:
-        return [Work(sum(call.pairs for call in found), max(call.longest for call in found))]
-    return found
 
 
 def _by_source(pieces: Sequence[Piece]) -> dict[int, int]:

@@ -17,7 +17,7 @@ from ..ops.quantize import quantized_problem
 from ..problem import AttentionInputs, AttentionProblem, Inputs, Mask, ModifiedInputs, Modifiers
 from .exchange import copy
 from .layout import Run, visible_keys
-from .packed import PackedTables, make_tables
+from .packed import PackedTables, make_tables, to_device
 from .plan import ContextPlan
 from .schedule import Step
 
@@ -50,20 +50,23 @@ class Options:
     backend: str | None = None
 
 
-class RunCall(NamedTuple):
-    """A dense call for one run of a step's queries: rows of its buffers, and where they stand.
+class DenseCall(NamedTuple):
+    """A dense call of a step: rows of its buffers, and where they stand.
 
     Attributes:
         queries, keys: rows of the buffers.
-        first_query, first_key: the first tokens, in numbers of their sequence; of a dense call.
-        shift: how much later the queries stand than the last key would have them stand.
+        runs: the tokens of the queries. first_key: the token of the first key.
     """
 
     queries: Run
     keys: Run
-    first_query: int
+    runs: tuple[Run, ...]
     first_key: int
-    shift: int
+
+    @property
+    def shift(self) -> int:
+        """How much later the last query stands than the last key."""
+        return (self.runs[-1].stop - self.first_key) - self.keys.size
 
 
 class TermGradients(NamedTuple):
@@ -97,7 +100,7 @@ class LocalCalls:
             inputs, mask = self._packed_inputs(q, k, v)
             out, lse = self._run(inputs, mask)
             return out[:, None], lse.t()[:, None]
-        calls = self._run_calls()
+        calls = self._dense_calls()
         if len(calls) == 1:  # of all rows
             out, lse = self._run(*self._dense_inputs(calls[0], q, k, v))
             return out.transpose(0, 1), lse.permute(2, 0, 1)
@@ -128,7 +131,7 @@ class LocalCalls:
             dq, dk, dv, *terms = self._run_backward(inputs, mask, *given, sums)
             self._add_terms(sums, terms, None)
             return dq[:, None], dk[:, None].to(key_dtype), dv[:, None].to(key_dtype)
-        calls = self._run_calls()
+        calls = self._dense_calls()
         is_whole = len(calls) == 1 and calls[0].keys.size == k.shape[0]
         if not is_whole:
             dq = torch.empty_like(q)
@@ -148,7 +151,7 @@ class LocalCalls:
             dv[keys] += own_dv
         return dq, dk, dv
 
-    def _add_terms(self, sums: TermGradients, found: Sequence[Tensor | None], call: RunCall | None) -> None:
+    def _add_terms(self, sums: TermGradients, found: Sequence[Tensor | None], call: DenseCall | None) -> None:
         dsinks, dslopes, dbias = found
         if sums.sinks is not None and dsinks is not None:
             sums.sinks[self.heads] += dsinks
@@ -167,27 +170,31 @@ class LocalCalls:
 
     # ---------------------------------------------------------------- inputs
 
-    def _run_calls(self) -> list[RunCall]:
-        """A call for each run of queries, so that masks are windows and few calls need positions."""
+    def _dense_calls(self) -> list[DenseCall]:
+        """A call for each segment, or for each of its runs of queries where a call takes no positions.
+
+        One call of two runs ends once with tiles that do not keep all multiprocessors busy, and two calls end twice.
+        """
         found = []
         for segment in self.plan.segments(self.step):
             row = segment.query_row
-            for run in segment.runs:
-                keys = self._keys_of(run, segment.keys)
+            takes_positions = self.options.precision is None
+            for runs in [segment.runs] if takes_positions else [(run,) for run in segment.runs]:
+                keys = self._keys_of(runs, segment.keys)
                 key_row = segment.key_row + keys.start - segment.keys.start
-                queries = Run(row, row + run.size)
-                shift = (run.start - keys.start) - (keys.size - run.size)
-                found.append(RunCall(queries, Run(key_row, key_row + keys.size), run.start, keys.start, shift))
-                row += run.size
+                queries = Run(row, row + sum(run.size for run in runs))
+                found.append(DenseCall(queries, Run(key_row, key_row + keys.size), runs, keys.start))
+                row = queries.stop
         return found
 
-    def _keys_of(self, run: Run, keys: Run) -> Run:
-        """The keys of a segment that one of its runs sees."""
-        if self.counts_rows:  # columns are counted from the first key
+    def _keys_of(self, runs: Sequence[Run], keys: Run) -> Run:
+        """The keys of a segment that these of its runs see."""
+        # columns may be counted from the first key; a segment has the keys that all of its runs see
+        if len(runs) > 1 or self.counts_rows or self.terms.seqused_k is not None:
             return keys
-        return visible_keys(run, keys, self.mask) if self.terms.seqused_k is None else keys
+        return visible_keys(runs[0], keys, self.mask)
 
-    def _dense_inputs(self, call: RunCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Inputs, Mask]:
+    def _dense_inputs(self, call: DenseCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Inputs, Mask]:
         rows, keys = slice(*call.queries), slice(*call.keys)
         total, count = self.plan.num_tokens, call.keys.size
         q, k, v = q[rows].transpose(0, 1), k[keys].transpose(0, 1), v[keys].transpose(0, 1)
@@ -195,12 +202,13 @@ class LocalCalls:
         is_whole = call.queries.size == count == total
         positions = None
         mask = self.mask
-        if not is_whole and (self.needs_positions or used is not None):
-            end = call.first_query + call.queries.size
-            positions = torch.arange(call.first_query, end, device=q.device, dtype=torch.int32)[None]
+        is_permuted = len(call.runs) > 1 and not mask.is_full
+        if not is_whole and (is_permuted or self.needs_positions or used is not None):
+            positions = self.plan.on_device(
+                ("positions", call.runs, call.first_key), q.device, lambda: self._positions(call, q.device)
+            )
             if used is not None:
                 positions = positions + (used[:, None] - total)
-            positions = positions - call.first_key
         elif call.shift:
             mask = _shifted(mask, call.shift)
         used = None if used is None else (used - call.first_key).clamp(0, count)
@@ -208,8 +216,8 @@ class LocalCalls:
         starts = None if starts is None else (starts - call.first_key).clamp(0, count)
         ranges = self.terms.key_ranges
         if ranges is not None:
-            tokens = slice(call.first_query, call.first_query + call.queries.size)
-            ranges = (_heads(ranges, 1, self.heads)[:, :, tokens] - call.first_key).contiguous()
+            ranges = _heads(ranges, 1, self.heads)
+            ranges = torch.cat([ranges[:, :, slice(*run)] for run in call.runs], 2) - call.first_key
         slopes = self.terms.alibi_slopes
         slopes = None if slopes is None else slopes[..., self.heads]
         bias = self.terms.bias
@@ -220,6 +228,12 @@ class LocalCalls:
                 bias = bias[..., call.first_key : call.first_key + count]
         state = self.terms.dropout_state
         return self._inputs(q, k, v, None, None, used, Modifiers(starts, ranges, positions, slopes, bias, state)), mask
+
+    @staticmethod
+    def _positions(call: DenseCall, device: torch.device) -> Tensor:
+        """(1, queries) int32: where the queries of a call stand among its keys."""
+        numbers = torch.cat([torch.arange(*run, dtype=torch.int32) for run in call.runs])
+        return to_device(numbers[None] - call.first_key, device)
 
     def _packed_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Inputs, Mask]:
         """One call, in which each segment is a sequence."""

@@ -42,7 +42,7 @@ def qkv(
 # ---------------------------------------------------------------- numbers
 
 
-def root_mean_square_errors(rank: int, engine_name: str) -> dict[str, tuple[float, float]]:
+def root_mean_square_errors(rank: int, engine_name: str) -> dict[str, whole_calls.Errors]:
     """Errors of bfloat16 results against float64: over ranks, and on one device."""
     tensors = dict(zip("qkv", qkv(200, head_dim=64, dtype=torch.bfloat16), strict=True))
     arguments = {"tokens": 200, "causal": True, "engine": engine_name, **HEADS}

@@ -9,7 +9,7 @@ from ranks import run_ranks
 def test_errors_are_those_of_one_device(engine):
     """At most 1.05 times its root mean square, of out, lse and gradients in bfloat16."""
     for errors in run_ranks(4, rank_checks.root_mean_square_errors, engine):
-        for name, (found, alone) in errors.items():
+        for name, (found, alone, _) in errors.items():
             assert alone > 0
             assert found <= 1.05 * alone, (name, found, alone)
 

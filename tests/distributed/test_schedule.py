@@ -282,10 +282,10 @@ def test_steps_of_one_width_share_their_rows(engine):
 
 def test_plan_chooses_for_its_hardware():
     """Between hosts, queries and results of all ranks cost more than on one host."""
-    arguments = {"num_ranks": 16, "num_heads_q": 64, "num_heads_kv": 8, "causal": True}
+    arguments = {"num_ranks": 8, "num_heads_q": 32, "num_heads_kv": 8, "causal": True}
     network = distributed.Hardware(bandwidth=45e9)
-    assert distributed.plan(16 * 8192, **arguments).engine == "heads"
-    plan = distributed.plan(16 * 8192, hardware=network, **arguments)
+    assert distributed.plan(8 * 8192, **arguments).engine == "heads"
+    plan = distributed.plan(8 * 8192, hardware=network, **arguments)
     assert plan.engine == 2
     assert plan.describe() == plan.describe(network) != plan.describe(distributed.Hardware())
     with pytest.raises(TypeError, match="hardware: expected"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -208,11 +208,26 @@ def check(rank: int, seeds: list[int]) -> None:
 def check_odd_head_dims(rank: int, seeds: list[int]) -> None:
     """With these, float32 numbers begin at odd multiples of 2 bytes in messages."""
     for seed in seeds:
-        for name, (found, alone) in errors(random_call(seed, torch.bfloat16, (7, 5)), seed).items():
-            assert found <= 1.5 * alone + 1e-3, (seed, name, found, alone)  # a sum over few values errs by chance
+        check_errors(seed, random_call(seed, torch.bfloat16, (7, 5)))
 
 
-def errors(call: WholeCall, seed: int = 0) -> dict[str, tuple[float, float]]:
+def check_errors(seed: int, call: WholeCall) -> None:
+    """The errors of a random call in 16 bits are near those of one device."""
+    for name, (found, alone, rounding) in errors(call, seed).items():
+        # few values, sums over rows whose parts are rounded: the error of one device may be small by chance
+        chance = 4 * rounding if name[1:] in WITH_GRADIENT else 0.0
+        assert found <= 1.5 * alone + 1e-3 + chance, (seed, name, found, alone, chance, call.text)
+
+
+class Errors(NamedTuple):
+    """Root mean square errors of a tensor. Attributes: rounding: the most that one rounding of its values makes."""
+
+    found: float
+    alone: float
+    rounding: float
+
+
+def errors(call: WholeCall, seed: int = 0) -> dict[str, Errors]:
     """Root mean square errors of out, lse and gradients against float64: over ranks, and on one device."""
     results = []
     for run, own in ((on_one_device, call.in_float64()), (on_one_device, call), (on_ranks, call)):
@@ -226,4 +241,11 @@ def errors(call: WholeCall, seed: int = 0) -> dict[str, tuple[float, float]]:
         assert torch.equal(x == -torch.inf, hidden)
         return float(difference.square().mean().sqrt())
 
-    return {name: (error(found[name], right[name]), error(alone[name], right[name])) for name in right}
+    def rounding(name: str) -> float:
+        unit = torch.finfo(found[name].dtype).eps / 2
+        return unit * float(right[name].nan_to_num(neginf=0.0).square().mean().sqrt())
+
+    return {
+        name: Errors(error(found[name], exact), error(alone[name], exact), rounding(name))
+        for name, exact in right.items()
+    }
