@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 from ..api import attention as api
 from ..api.attention import AttentionOutput, autocast_inputs
 from ..geometry import philox
-from . import checks
+from . import checks, copies
 from .agreement import needs_gradient
-from .exchange import Expected, Message, Pending, add_up, copy, exchange, take_from_first
+from .exchange import Expected, Message, Pending, add_up, copy, exchange, take_from_first, words
 from .local import LocalCalls, Options, TermGradients, Terms, accum_dtype, counts_rows
 from .plan import ContextPlan, Route
 from .schedule import AHEAD, Piece, Step
@@ -204,10 +204,13 @@ class Pipeline:
     """
 
     def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor):
-        self.call, self.plan, self.q, self.k, self.v = call, call.plan, q, k, v
+        self.call, self.plan, self.given, self.dtype = call, call.plan, (q, k, v), q.dtype
+        self.q, self.k, self.v = (words(t) for t in self.given)
         self.steps = self.plan.schedule.steps
         self.received: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * len(self.steps)
         self.accum = accum_dtype(q.dtype)
+        self.copies = copies.of(self.plan.group, self.plan.rank, q.device) if self.plan.transport == "copies" else None
+        self.published: dict[str, list[Tensor]] = {}
 
     def local(self, step: Step) -> LocalCalls:
         return LocalCalls(self.plan, step, self.call.options, self.call.terms)
@@ -216,14 +219,15 @@ class Pipeline:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """out (rows, batch, heads, head_dim_v) and lse (rows, batch, heads) of this rank's queries."""
-        rows, batch = self.q.shape[:2]
-        heads = self.plan.schedule.num_heads_q
-        out = self.q.new_empty((rows, batch, heads, self.v.shape[-1]))
-        lse = self.q.new_empty((rows, batch, heads), dtype=self.accum)
+        q, _, v = self.given
+        shape = *q.shape[:2], self.plan.schedule.num_heads_q
+        out, lse = q.new_empty((*shape, v.shape[-1])), q.new_empty(shape, dtype=self.accum)
+        targets = words(out), lse
         going: list[tuple[QueryReturn, Pending]] = []
-        arrivals = Arrivals(self.plan, self._inputs_of)
+        self._publish(self._inputs())
+        arrivals = Arrivals(self.plan, self._inputs_of, self.copies)
         for i, step in enumerate(self.steps):
-            q, k, v = arrivals.wait()
+            q, k, v = (t.view(self.dtype) for t in arrivals.wait())
             arrivals.start_next()
             if self.call.is_recorded and self.plan.keep_gathered:
                 self.received[i] = q, k, v
@@ -233,17 +237,36 @@ class Pipeline:
                 results = q.new_empty((*q.shape[:3], out.shape[-1])), q.new_empty(q.shape[:3], dtype=self.accum)
             returned = QueryReturn(self.plan, step, results)
             going.append((returned, start(self.plan, q.device, returned)))
-            returned.write_own((out, lse))
+            returned.write_own(targets)
             del q, k, v, results  # before the next step's are put together
             if i:  # the step before has had this one's time
-                self._write(*going.pop(0), (out, lse))
+                self._write(*going.pop(0), targets)
         for last in going:
-            self._write(*last, (out, lse))
+            self._write(*last, targets)
         return out, lse
 
     @staticmethod
     def _write(returned: QueryReturn, pending: Pending, targets: tuple[Tensor, Tensor]) -> None:
         returned.write(targets, iter(pending.wait()))
+
+    def _inputs(self) -> dict[str, Tensor]:
+        return {"q": self.q, "k": self.k, "v": self.v}
+
+    def _publish(self, rows: dict[str, Tensor]) -> None:
+        """Let other ranks read these rows, if this plan's ranks read, and if they are not this rank's own affair."""
+        if self.copies is not None:
+            queries_travel = any(step.width > 1 for step in self.steps)
+            names = [name for name in rows if name in ("k", "v") or queries_travel]
+            layout = self.plan.schedule.layout
+            counts = [layout.count(rank) for rank in range(layout.num_ranks)]
+            found = self.copies.publish([rows[name] for name in names], counts)
+            self.published = dict(zip(names, found, strict=True))
+
+    def _queries(self, step: Step, name: str, rows: Tensor) -> Shipment:
+        return send_queries(self.plan, step, rows, self.published.get(name))
+
+    def _keys(self, step: Step, name: str, rows: Tensor) -> Shipment:
+        return send_keys(self.plan, step, rows, self.published.get(name))
 
     def _inputs_of(self, index: int) -> list[Shipment]:
         """q, k and v of a step."""
@@ -251,7 +274,7 @@ class Pipeline:
         kept = self.received[index]
         if kept is not None:
             return [Shipment(t) for t in kept]
-        return [send_queries(self.plan, step, self.q), *(send_keys(self.plan, step, t) for t in (self.k, self.v))]
+        return [self._queries(step, "q", self.q), self._keys(step, "k", self.k), self._keys(step, "v", self.v)]
 
     # ---------------------------------------------------------------- backward
 
@@ -266,18 +289,24 @@ class Pipeline:
                 for t, has in zip(given, has_gradient, strict=True)
             )
         )
-        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (self.q, self.k, self.v))
-        key_dtype = self.accum if self.plan.schedule.sums_keys() else self.k.dtype
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in self.given)
+        key_dtype = self.accum if self.plan.schedule.sums_keys() else self.dtype
+        dq_words, dout, stats = words(dq), words(dout), words(stats)
         keys = KeyGradients(self.plan, dk, dv, key_dtype)
 
+        gradients = {"dout": dout, "stats": stats}
+        self._publish(gradients if self.received[0] is not None else self._inputs() | gradients)
+
         def inputs_of(index: int) -> list[Shipment]:
-            gradients = (send_queries(self.plan, self.steps[index], t) for t in (dout, stats))
-            return [*self._inputs_of(index), *gradients]
+            step = self.steps[index]
+            return [*self._inputs_of(index), *(self._queries(step, name, t) for name, t in gradients.items())]
 
         going: list[tuple[QueryReturn, KeyReturn, Pending]] = []
-        arrivals = Arrivals(self.plan, inputs_of)
+        arrivals = Arrivals(self.plan, inputs_of, self.copies)
         for i, step in enumerate(self.steps):
-            q, k, v, step_dout, step_stats = arrivals.wait()
+            *tensors, rows_of_stats = arrivals.wait()
+            q, k, v, step_dout = (t.view(self.dtype) for t in tensors)
+            step_stats = rows_of_stats.view(self.accum)
             arrivals.start_next()
             if q.shape[2]:
                 step_dq, *step_dkv = self.local(step).backward(q, k, v, step_dout, step_stats, sums)
@@ -285,13 +314,13 @@ class Pipeline:
                 step_dq, *step_dkv = torch.empty_like(q), *(torch.empty_like(t, dtype=key_dtype) for t in (k, v))
             of_queries, of_keys = QueryReturn(self.plan, step, (step_dq,)), KeyReturn(self.plan, step, step_dkv)
             going.append((of_queries, of_keys, start(self.plan, q.device, of_queries, of_keys)))
-            of_queries.write_own((dq,))
+            of_queries.write_own((dq_words,))
             of_keys.keep_own()
-            del q, k, v, step_dout, step_stats, step_dq, step_dkv
+            del q, k, v, tensors, rows_of_stats, step_dout, step_stats, step_dq, step_dkv
             if i:
-                self._add(*going.pop(0), dq, keys)
+                self._add(*going.pop(0), dq_words, keys)
         for last in going:
-            self._add(*last, dq, keys)
+            self._add(*last, dq_words, keys)
         return dq, dk, dv, sums
 
     @staticmethod
@@ -311,12 +340,14 @@ class Shipment(NamedTuple):
         own: rows of this rank, of its own heads.
         incoming: pieces of the rows that this rank computes with; None: they are its own.
         travels: whether any rank sends anything.
+        published: rows of each rank, of this rank's heads, if they are not sent but read.
     """
 
     own: Tensor
     incoming: Sequence[Piece] | None = None
     sends: Sequence[Message] = ()
     travels: bool = False
+    published: Sequence[Tensor] | None = None
 
     def expected(self, rank: int) -> list[Expected]:
         """What other ranks send. Args: rank: this one."""
@@ -353,15 +384,44 @@ class Coming:
         return [shipment.rows(self._rank, received) for shipment in self._shipments]
 
 
+class Reading:
+    """Rows that copy engines read from other ranks."""
+
+    def __init__(self, reader: copies.Copies, shipments: Sequence[Shipment]):
+        self._rows: list[Tensor] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for shipment in shipments:
+            if shipment.published is None or shipment.incoming is None:
+                self._rows.append(shipment.own)
+                continue
+            count = sum(piece.rows for piece in shipment.incoming)
+            buffer = shipment.own.new_empty((count, *shipment.own.shape[1:]))
+            self._rows.append(buffer)
+            for piece in shipment.incoming:
+                rows = shipment.published[piece.source][piece.source_row : piece.source_row + piece.rows]
+                pairs.append((buffer[piece.row : piece.row + piece.rows], rows))
+        self._wait = reader.read(pairs)
+
+    def wait(self) -> list[Tensor]:
+        """The rows of each shipment."""
+        self._wait()
+        return self._rows
+
+
 class Arrivals:
     """The buffers of one step after the other, of which those of `AHEAD` steps are being filled at a time.
 
-    Args: inputs_of: what a step needs, by its number.
+    Args: inputs_of: what a step needs, by its number. reader: what reads rows that are not sent.
     """
 
-    def __init__(self, plan: ContextPlan, inputs_of: Callable[[int], list[Shipment]]):
-        self._plan, self._inputs_of = plan, inputs_of
-        self._coming: deque[Coming] = deque()
+    def __init__(
+        self,
+        plan: ContextPlan,
+        inputs_of: Callable[[int], list[Shipment]],
+        reader: copies.Copies | None = None,
+    ):
+        self._plan, self._inputs_of, self._reader = plan, inputs_of, reader
+        self._coming: deque[Coming | Reading] = deque()
         self._left = iter(range(len(plan.schedule.steps)))
         for _ in range(AHEAD):
             self.start_next()
@@ -370,33 +430,47 @@ class Arrivals:
         """Start the messages of one more step, if there is one. The caller has let go of the step before."""
         index = next(self._left, None)
         if index is not None:
-            self._coming.append(Coming(self._plan, self._inputs_of(index)))
+            shipments = self._inputs_of(index)
+            reader = self._reader
+            self._coming.append(Coming(self._plan, shipments) if reader is None else Reading(reader, shipments))
 
     def wait(self) -> list[Tensor]:
         """The next step's buffers, filled."""
         return self._coming.popleft().wait()
 
 
-def send_queries(plan: ContextPlan, step: Step, rows: Tensor) -> Shipment:
-    """Rows (rows, batch, heads, dim) of all heads to the ranks that compute with them, each its heads."""
+def send_queries(plan: ContextPlan, step: Step, rows: Tensor, published: Sequence[Tensor] | None = None) -> Shipment:
+    """Rows (rows, batch, heads, dim) of all heads to the ranks that compute with them, each its heads.
+
+    Args: published: rows of all ranks, if they are not sent but read.
+    """
     if step.width == 1:
         return Shipment(rows[:, :, plan.schedule.heads_q(step, plan.rank)])
-    return _ship(plan, plan.query_route(step), rows, lambda rank: plan.schedule.heads_q(step, rank))
+    return _ship(plan, plan.query_route(step), rows, lambda rank: plan.schedule.heads_q(step, rank), published)
 
 
-def send_keys(plan: ContextPlan, step: Step, rows: Tensor) -> Shipment:
-    """Rows of k or v to the ranks whose queries see them."""
-    return _ship(plan, plan.key_route(step), rows, lambda rank: plan.schedule.heads_kv(step, rank))
+def send_keys(plan: ContextPlan, step: Step, rows: Tensor, published: Sequence[Tensor] | None = None) -> Shipment:
+    """Rows of k or v to the ranks whose queries see them. Args: as `send_queries`."""
+    return _ship(plan, plan.key_route(step), rows, lambda rank: plan.schedule.heads_kv(step, rank), published)
 
 
-def _ship(plan: ContextPlan, route: Route, rows: Tensor, heads_of: Callable[[int], slice]) -> Shipment:
+def _ship(
+    plan: ContextPlan,
+    route: Route,
+    rows: Tensor,
+    heads_of: Callable[[int], slice],
+    published: Sequence[Tensor] | None,
+) -> Shipment:
+    own = rows[:, :, heads_of(plan.rank)]
+    if published is not None:
+        return Shipment(own, route.incoming, published=[t[:, :, heads_of(plan.rank)] for t in published])
     sends = [
         Message(rank, rows[piece.source_row : piece.source_row + piece.rows, :, heads_of(rank)])
         for rank, pieces in route.outgoing
         for piece in pieces
         if rank != plan.rank
     ]
-    return Shipment(rows[:, :, heads_of(plan.rank)], route.incoming, sends, route.travels)
+    return Shipment(own, route.incoming, sends, route.travels)
 
 
 # ---------------------------------------------------------------- results to where they belong
@@ -414,7 +488,7 @@ class Return:
         self.plan, self.route, self.heads_of = plan, route, heads_of
         self.sends = [
             Message(piece.source, result[piece.row : piece.row + piece.rows])
-            for result in results
+            for result in map(words, results)
             for piece in route.incoming
             if piece.source != plan.rank
         ]
@@ -450,6 +524,7 @@ class QueryReturn(Return):
     """Results of a step's queries."""
 
     def __init__(self, plan: ContextPlan, step: Step, results: Sequence[Tensor]):
+        results = [words(t) if t.dim() == 4 else t for t in results]  # lse has no dimension but heads to widen
         super().__init__(plan, plan.query_route(step), results, lambda rank: plan.schedule.heads_q(step, rank))
 
     def write_own(self, targets: Sequence[Tensor]) -> None:

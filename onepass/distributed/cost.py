@@ -26,6 +26,7 @@ class Hardware:
     Attributes:
         flops: FLOP/s of a forward of attention. backward_flops: of a backward.
         bandwidth: bytes/s that a rank receives. latency: seconds before messages of a step arrive.
+        copying: bytes/s of rows that a rank copies in its memory: into messages, and out of them.
         itemsize: bytes of an element of q, k, v and out.
         multiprocessors: of a GPU; each computes one tile at a time.
         step: seconds of the host's time that a step takes, in a forward or in a backward.
@@ -35,6 +36,7 @@ class Hardware:
     backward_flops: float = 550e12
     bandwidth: float = 250e9
     latency: float = 30e-6
+    copying: float = 1.4e12
     itemsize: int = 2
     multiprocessors: int = 132
     step: float = 300e-6
@@ -118,6 +120,29 @@ class _Traffic:
                         found[rank][i] += count * heads[i]
                         found[source][2 + i] += count * heads[i]
         return [(of_rank[0], of_rank[1], of_rank[2], of_rank[3]) for of_rank in found]
+
+    def own_sums(self, step: Step, rank: int) -> tuple[int, int]:
+        """Head rows of q and of k that a rank computes with, and that are its own."""
+        rows, heads = self.rows(step), self.heads(step, rank)
+        return rows.queries[rank].get(rank, 0) * heads[0], rows.keys[rank].get(rank, 0) * heads[1]
+
+    def copied_forward(self, step: Step, rank: int) -> int:
+        """Bytes of rows that are copied: q, k and v into messages and buffers, out into messages and its place."""
+        queries, keys, sent_queries, sent_keys = self.sums(step, rank)
+        own_queries, own_keys = self.own_sums(step, rank)
+        element = self.head_dim * self.itemsize
+        buffers = sent_queries + queries + (own_queries if step.width > 1 else 0) + 2 * (sent_keys + keys + own_keys)
+        return (buffers + queries + sent_queries + own_queries) * element
+
+    def copied_backward(self, step: Step, rank: int) -> int:
+        """Likewise: what a forward copies, the gradient of out, and the gradients of keys, which are added up."""
+        queries, keys, sent_queries, sent_keys = self.sums(step, rank)
+        own_queries, own_keys = self.own_sums(step, rank)
+        element = self.head_dim * self.itemsize
+        before = sent_queries + queries + (own_queries if step.width > 1 else 0)
+        sums = 2 * (keys + 2 * own_keys + 2 * sent_keys) * self.key_element
+        found = before * element + sums + (queries + sent_queries + own_queries) * element
+        return found + (0 if self.keep_gathered else (before + 2 * (sent_keys + keys + own_keys)) * element)
 
     def forward(self, step: Step, rank: int) -> tuple[int, int]:
         queries, keys, own_queries, _ = self.sums(step, rank)
@@ -211,9 +236,9 @@ def estimate(
     least = hardware.step if schedule.layout.num_ranks > 1 else 0.0
     results = []
     computing_seconds = 0.0
-    for received, flops_per_pair, rate in (
-        (traffic.forward, 4 * head_dim, hardware.flops),
-        (traffic.backward, 10 * head_dim, hardware.backward_flops),
+    for received, copied, flops_per_pair, rate in (
+        (traffic.forward, traffic.copied_forward, 4 * head_dim, hardware.flops),
+        (traffic.backward, traffic.copied_backward, 10 * head_dim, hardware.backward_flops),
     ):
         sizes = {step: [tuple(n * batch for n in received(step, rank)) for rank in ranks] for step in counts}
         computing = {
@@ -229,7 +254,12 @@ def estimate(
         times = {
             step: tuple(_seconds(max(size[i] for size in sizes[step]), hardware) for i in range(2)) for step in counts
         }
-        seconds = _pipelined([max(least, computing[step]) for step in steps], [times[step] for step in steps])
+        copying = {
+            step: max(copied(step, rank) for rank in ranks) * batch / hardware.copying if len(ranks) > 1 else 0.0
+            for step in counts
+        }
+        busy = [max(least, computing[step] + copying[step]) for step in steps]
+        seconds = _pipelined(busy, [times[step] for step in steps])
         results.append((tuple(sum(sum(sizes[s][r]) * n for s, n in counts.items()) for r in ranks), seconds))
         computing_seconds += sum(computing[step] for step in steps)
     (forward_bytes, forward), (backward_bytes, backward) = results

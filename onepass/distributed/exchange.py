@@ -89,7 +89,7 @@ def exchange(group: Any, sends: Sequence[Message], receives: Sequence[Expected],
             # a clone: a tensor of one element counts as contiguous whatever its strides are
             piece.copy_(tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8))
         else:
-            copy(piece.view(tensor.dtype).view(tensor.shape), tensor)
+            piece.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     ranks = sorted({message.rank for message in sends} | {expected.rank for expected in receives})
     words = f"messages between this rank and ranks {ranks} of its group to arrive"
     with in_words(words):
@@ -109,12 +109,16 @@ def _spans(messages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(start, size) for start, (_, size) in zip(starts, messages, strict=True)]
 
 
+def words(t: Tensor) -> Tensor:
+    """The memory of a tensor in elements of up to 16 bytes. torch copies strided rows element by element."""
+    return next((t.view(wide) for wide in WIDE if _fits(t, wide)), t)
+
+
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copy between tensors of one dtype, up to 16 bytes at a time; torch would copy strided rows by elements."""
-    for wide in WIDE:
-        if _fits(target, wide) and _fits(source, wide):
-            target, source = target.view(wide), source.view(wide)
-            break
+    """Copy the bytes of a tensor. The dtypes may be words of different sizes."""
+    if target.dtype != source.dtype:
+        narrow = min(target.dtype, source.dtype, key=lambda dtype: dtype.itemsize)
+        target, source = target.view(narrow), source.view(narrow)
     target.copy_(source)
 
 

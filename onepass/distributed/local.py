@@ -15,7 +15,7 @@ from ..ops import attention as ops
 from ..ops.autocast import without_autocast
 from ..ops.quantize import quantized_problem
 from ..problem import AttentionInputs, AttentionProblem, Inputs, Mask, ModifiedInputs, Modifiers
-from .exchange import copy
+from .exchange import copy, words
 from .layout import Run, visible_keys
 from .packed import PackedTables, make_tables, to_device
 from .plan import ContextPlan
@@ -108,7 +108,7 @@ class LocalCalls:
         lse = q.new_empty(q.shape[:3], dtype=accum_dtype(q.dtype))
         for call in calls:
             own_out, own_lse = self._run(*self._dense_inputs(call, q, k, v))
-            copy(out[slice(*call.queries)], own_out.transpose(0, 1))
+            copy(words(out[slice(*call.queries)]), words(own_out.transpose(0, 1)))
             lse[slice(*call.queries)] = own_lse.permute(2, 0, 1)
         return out, lse
 
@@ -146,7 +146,7 @@ class LocalCalls:
             own_dq, own_dk, own_dv = (t.transpose(0, 1) for t in (own_dq, own_dk, own_dv))
             if is_whole:
                 return own_dq, own_dk.to(key_dtype), own_dv.to(key_dtype)
-            copy(dq[rows], own_dq)
+            copy(words(dq[rows]), words(own_dq))
             dk[keys] += own_dk
             dv[keys] += own_dv
         return dq, dk, dv

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from .schedule import Piece, Schedule, Segment, Step, make_steps, steps_over_hea
 from .shards import Gather
 
 Engine = Literal["heads", "keys"] | int
+Transport = Literal["messages", "copies"]
 CHUNKS = (16, 8, 4, 2, 1)  # from which `plan` chooses
 AS_FAST = 1.02  # of two numbers of steps whose times differ less, the greater one is chosen: its buffers are smaller
 
@@ -55,6 +57,7 @@ class ContextPlan:
         rank: this process's rank in the group.
         is_packed: sequences follow each other in one tensor.
         keep_gathered: the forward keeps what it received for the backward, which then does not ask for it again.
+        transport: how q, k and v come to the ranks that compute with them.
     """
 
     schedule: Schedule
@@ -68,6 +71,7 @@ class ContextPlan:
     keep_gathered: bool = False
     hardware: Hardware = field(default_factory=Hardware)
     timeout: float = 60.0
+    transport: Transport = "messages"
     control: agreement.Control | None = None
     _wanted: Wanted | None = field(default=None, repr=False)
     _kept: dict = field(default_factory=dict, repr=False)
@@ -251,6 +255,7 @@ def plan(
     engine: Engine | None = None,
     chunks: int | None = None,
     keep_gathered: bool = False,
+    transport: Transport = "messages",
     hardware: Hardware | None = None,
     num_ranks: int | None = None,
     rank: int = 0,
@@ -279,6 +284,10 @@ def plan(
             computed, and only three steps need memory. None = at most 16: the greatest number that is within 2 % of the
             fastest one by the estimate.
         keep_gathered: keep received q, k and v until the backward instead of receiving them again.
+        transport: how q, k and v travel in `attention`. "messages": operations of the process group. "copies": each GPU
+            of one host reads them from the others with its copy engines, through symmetric memory, in which each rank
+            keeps a second copy of its q, k and v (with "keys", of k and v). It needs GPUs that can address each other.
+            Results and gradients are messages either way.
         hardware: what the estimate assumes of the ranks; None = `Hardware()`, near an H200 with NVLink. With ranks on
             several hosts, give a lower bandwidth.
         num_ranks, rank: without a process group, to describe a plan for another machine.
@@ -301,6 +310,8 @@ def plan(
         if rank >= num_ranks:
             raise ValueError(f"rank: expected one below num_ranks = {num_ranks}, got {rank}")
         keep_gathered = check_flag("keep_gathered", keep_gathered)
+        if transport not in get_args(Transport):
+            raise ValueError(f"transport: expected 'messages' or 'copies', got {transport!r}")
         hardware = Hardware() if hardware is None else hardware
         if not isinstance(hardware, Hardware):
             raise TypeError(f"hardware: expected onepass.distributed.Hardware or None, got {hardware!r}")
@@ -323,6 +334,7 @@ def plan(
         keep_gathered,
         hardware,
         timeout,
+        transport,
         control,
         wanted,
     )
@@ -338,10 +350,13 @@ def plan(
             "engine": engine,
             "chunks": wanted.chunks,
             "keep_gathered": keep_gathered,
+            "transport": transport,
             "hardware": hardware,
             # the same arguments have another result where ranks run other versions of this library
             "tokens and steps": f"{made.layout_name}, {made.engine}, {made.fingerprint}",
         }
+        if transport == "copies":
+            values["host, for transport 'copies'"] = socket.gethostname()
         control.compare_plans(values, made.fingerprint, timeout)
         control.connect()
     return made

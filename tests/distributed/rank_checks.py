@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import onepass
 from onepass import distributed, reference
-from onepass.distributed import cost, local
+from onepass.distributed import copies, cost, local
 from onepass.distributed.exchange import Expected, Message, exchange, gather
 
 engine = importlib.import_module("onepass.distributed.attention")  # the package has a function of this name
@@ -48,6 +48,61 @@ def root_mean_square_errors(rank: int, engine_name: str) -> dict[str, whole_call
     arguments = {"tokens": 200, "causal": True, "engine": engine_name, **HEADS}
     call = whole_calls.WholeCall(tensors, arguments)
     return whole_calls.errors(call)
+
+
+class GatheredCopies:
+    """In place of `copies.Copies`, which needs GPUs: every rank gathers what all publish."""
+
+    def __init__(self, group: Any, rank: int, device: torch.device):
+        self.group = group
+
+    def publish(self, tensors: list[torch.Tensor], counts: list[int]) -> list[list[torch.Tensor]]:
+        found = []
+        for t in tensors:
+            padded = t.new_zeros((max(counts), *t.shape[1:]))
+            padded[: len(t)] = t
+            everyone = gather(padded.view(-1).view(torch.uint8), self.group, len(counts))
+            whole = [rows.view(t.dtype).view(padded.shape) for rows in everyone]
+            found.append([rows[:count] for rows, count in zip(whole, counts, strict=True)])
+        return found
+
+    def read(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        filled = []  # not before somebody waits for it
+        for target, source in pairs:
+            assert target.is_contiguous()
+            filled.append((target, source))
+
+        def wait() -> None:
+            for target, source in filled:
+                target.copy_(source)
+
+        return wait
+
+
+def read_rows(rank: int, seeds: list[int]) -> None:
+    """Random calls whose rows are read and not sent agree with one device."""
+    right, copies.of = copies.of, GatheredCopies  # type: ignore[assignment]
+    try:
+        whole_calls.check(rank, seeds, transport="copies")
+    finally:
+        copies.of = right
+
+
+def messages_beside_copies(rank: int) -> list[int]:
+    """Operations of the process group in a forward: with rows that are sent, and with rows that are read."""
+    counts = []
+    right_of, copies.of = copies.of, GatheredCopies  # type: ignore[assignment]
+    try:
+        for transport in ("messages", "copies"):
+            plan = distributed.plan(64, engine="keys", chunks=2, causal=True, transport=transport, **HEADS)
+            leaves = [plan.shard(t, 1) for t in qkv(64)]
+            distributed.attention(*leaves, plan)
+            with profile(activities=[ProfilerActivity.CPU]) as found:
+                distributed.attention(*leaves, plan)
+            counts.append(sum("all_to_all" in event.name or "alltoall" in event.name for event in found.events()))
+    finally:
+        copies.of = right_of
+    return counts
 
 
 def same_bits_twice(rank: int) -> None:
@@ -298,6 +353,8 @@ def refusals(rank: int) -> list[str]:
         lambda: distributed.plan(64, engine="ring", **HEADS),
         lambda: distributed.plan(64, engine=3, **HEADS),
         lambda: distributed.plan(64, layout="zigzag", **HEADS),
+        lambda: distributed.plan(64, transport="pigeons", **HEADS),
+        lambda: distributed.attention(q, k, v, distributed.plan(64, transport="copies", **HEADS)),
         lambda: distributed.plan(64, num_heads_q=3, num_heads_kv=2),
         lambda: distributed.plan(64, "cpu", **HEADS),
     ]

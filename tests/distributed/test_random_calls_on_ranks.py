@@ -1,6 +1,7 @@
 """Attention over several gloo ranks gives what one device gives, in float64, with every option."""
 
 import pytest
+import rank_checks
 import whole_calls
 from ranks import run_ranks
 
@@ -21,6 +22,11 @@ CALLS = 24
 )
 def test_random_calls(num_ranks, first):
     run_ranks(num_ranks, whole_calls.check, list(range(first, first + CALLS)))
+
+
+@pytest.mark.parametrize(("num_ranks", "first"), [(3, 4000), pytest.param(4, 4100, marks=pytest.mark.slow)])
+def test_rows_that_are_read(num_ranks, first):
+    run_ranks(num_ranks, rank_checks.read_rows, list(range(first, first + CALLS)))
 
 
 def test_odd_head_dims_in_16_bits():

@@ -48,7 +48,7 @@ def test_bytes_are_those_of_the_estimate(case):
     assert sum(forward for forward, _ in received) > 0
 
 
-@pytest.mark.parametrize(("num_ranks", "of_forward", "of_both"), [(2, 3.3, 3.3), (4, 3.8, 7.5)])
+@pytest.mark.parametrize(("num_ranks", "of_forward", "of_both"), [(2, 2.8, 2.1), (4, 3.4, 7.1)])
 def test_memory(num_ranks, of_forward, of_both):
     """A gathered k and v would be 16 chunks."""
     for forward, both in run_ranks(num_ranks, rank_checks.peaks):
@@ -67,6 +67,12 @@ def test_two_chunks_of_keys_are_under_way():
     """Half of each comes from the other rank."""
     for most, gathered in run_ranks(2, rank_checks.largest_buffers, 16):
         assert most == 2 * gathered / 16 / 2
+
+
+def test_rows_that_are_read_are_not_sent():
+    for sent, read in run_ranks(2, rank_checks.messages_beside_copies):
+        assert sent > 0
+        assert read == 0
 
 
 def test_messages_of_any_place():
@@ -94,6 +100,8 @@ def test_refusals():
         "ValueError: engine: expected",
         "ValueError: engine: expected a divisor of the 2 ranks",
         "ValueError: layout: expected one of contiguous",
+        "ValueError: transport: expected 'messages' or 'copies', got 'pigeons'",
+        "ValueError: plan: with transport 'copies', expected q, k and v on GPUs, got cpu",
         "ValueError: num_heads_q: expected a multiple of num_heads_kv = 2",
         "TypeError: group: expected a ProcessGroup",
     ]

@@ -190,10 +190,11 @@ def on_ranks(call: WholeCall, group: Any = None) -> dict[str, Tensor]:
     return found
 
 
-def check(rank: int, seeds: list[int]) -> None:
-    """Random calls on this rank agree with one device."""
+def check(rank: int, seeds: list[int], **plan: Any) -> None:
+    """Random calls on this rank agree with one device. Args: plan: arguments of their plans."""
     for seed in seeds:
         call = random_call(seed)
+        call.plan.update(plan)
         torch.manual_seed(seed)
         expected = on_one_device(call)
         torch.manual_seed(seed if rank == 0 else 10_000 + rank)

@@ -12,16 +12,21 @@ from onepass import distributed
 BF16, INT32 = torch.bfloat16, torch.int32
 
 
-def random_calls(rank: int, device: str, seeds: list[int]) -> None:
+def random_calls(rank: int, device: str, transport: str, seeds: list[int]) -> None:
     for seed in seeds:
-        whole_calls.check_errors(seed, whole_calls.random_call(seed, BF16).to(device))
+        call = whole_calls.random_call(seed, BF16).to(device)
+        call.plan["transport"] = transport
+        whole_calls.check_errors(seed, call)
 
 
-def errors_of_a_large_call(rank: int, device: str, engine: str, tokens: int) -> dict[str, whole_calls.Errors]:
+def errors_of_a_large_call(
+    rank: int, device: str, engine: str, transport: str, tokens: int
+) -> dict[str, whole_calls.Errors]:
     shapes = {"q": (1, tokens, 8, 128), "k": (1, tokens, 4, 128), "v": (1, tokens, 4, 128)}
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(*shape, generator=generator).to(BF16) for name, shape in shapes.items()}
     plan = {"tokens": tokens, "num_heads_q": 8, "num_heads_kv": 4, "causal": True, "engine": engine}
+    plan["transport"] = transport
     return whole_calls.errors(whole_calls.WholeCall(tensors, plan).to(device))
 
 
@@ -58,6 +63,54 @@ def peak_memory(rank: int, tokens: int, engine: str) -> tuple[int, int, int]:
     dist.barrier()
     chunk = 2 * tokens * kv_heads * head_dim * BF16.itemsize // 16
     return whole, peak(together), chunk
+
+
+def attention_in_a_graph(rank: int, device: str, engine: str, transport: str, tokens: int, replays: int) -> None:
+    """A captured forward, replayed with other inputs while another stream takes and frees memory.
+
+    Between the replays calls are made outside of the graph, too, one of them larger.
+    """
+    heads, kv_heads, head_dim = 8, 4, 64
+    generator = torch.Generator(device).manual_seed(0)
+    options = {"num_heads_q": heads, "num_heads_kv": kv_heads, "causal": True, "engine": engine, "transport": transport}
+    plan, larger = (distributed.plan(n, chunks=4, **options) for n in (tokens, 3 * tokens))
+
+    def whole(tokens: int) -> list[torch.Tensor]:
+        shapes = ((1, tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
+        return [torch.randn(*shape, generator=generator, device=device).to(BF16) for shape in shapes]
+
+    def check(found: torch.Tensor, plan: distributed.ContextPlan, tensors: list[torch.Tensor]) -> None:
+        expected = plan.shard(onepass.attention(*tensors, causal=True), 1)
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+    static = [plan.shard(t, 1).clone() for t in whole(tokens)]
+    if device == "cuda":
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                distributed.attention(*static, plan)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = distributed.attention(*static, plan)
+        other = torch.cuda.Stream()
+    for i in range(replays):
+        tensors = whole(tokens)
+        for t, new in zip(static, tensors, strict=True):
+            t.copy_(plan.shard(new, 1))
+        if device == "cuda":
+            with torch.cuda.stream(other):
+                for size in range(1, 20):
+                    torch.full((size << 18,), float("nan"), device=device)
+            graph.replay()
+            found = captured.clone()
+        else:
+            found = distributed.attention(*static, plan)
+        check(found, plan, tensors)
+        check(distributed.attention(*static, plan), plan, tensors)
+        if i % 4 == 3:
+            tensors = whole(3 * tokens)
+            check(distributed.attention(*(larger.shard(t, 1) for t in tensors), larger), larger, tensors)
 
 
 def decoding_in_a_graph(rank: int, device: str, steps: int, kind: str) -> None:

@@ -21,16 +21,27 @@ def run(function, *args):
     return run_ranks(NUM_RANKS, function, *args, device=DEVICE, timeout=400.0)
 
 
+TRANSPORTS = ["messages", "copies"] if ON_GPU else ["messages"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("first", range(1000, 1000 + size(16, 5) * CALLS, CALLS))
-def test_random_calls(first):
-    run(checks_on_gpus.random_calls, DEVICE, list(range(first, first + CALLS)))
+def test_random_calls(first, transport):
+    run(checks_on_gpus.random_calls, DEVICE, transport, list(range(first, first + CALLS)))
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("engine", ["keys", "heads"])
-def test_errors_are_those_of_one_device(engine):
-    for errors in run(checks_on_gpus.errors_of_a_large_call, DEVICE, engine, size(4096, 200)):
+def test_errors_are_those_of_one_device(engine, transport):
+    for errors in run(checks_on_gpus.errors_of_a_large_call, DEVICE, engine, transport, size(4096, 200)):
         for name, (found, alone, _) in errors.items():
             assert found <= 1.05 * alone, (name, found, alone)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("engine", ["keys", "heads"])
+def test_attention_in_a_graph(engine, transport):
+    run(checks_on_gpus.attention_in_a_graph, DEVICE, engine, transport, size(3000, 60), size(40, 5))
 
 
 @pytest.mark.parametrize("engine", ["keys", "heads"])

@@ -328,7 +328,9 @@ def measure(case: ContextCase, args: argparse.Namespace, ranks: Ranks) -> Row:
     locals_of = {}
     for contender in contenders:
         if contender.name in prepared and contender.plan is not None:
-            name = locals_of[contender.name] = f"{contender.name}, own calls"
+            name = locals_of[contender.name] = f"own calls of {contender.plan.engine}"
+            if name in prepared:
+                continue
             work = LocalWork(contender.plan, case.has_backward, [contender.shard(t) for t in tensors])
             prepared[name] = Prepared(work, contender.surroundings)
     del tensors

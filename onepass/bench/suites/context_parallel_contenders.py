@@ -74,18 +74,21 @@ def one_device(case: ContextCase) -> Contender:
 def onepass_contenders(case: ContextCase, device: torch.device) -> tuple[list[Contender], str]:
     """Each engine, and the name of the planned one."""
 
-    def make(engine: Any) -> ContextPlan:
+    def make(engine: Any, transport: Any = "messages") -> ContextPlan:
         return distributed.plan(
             case.offsets if case.kind == "packed" else case.tokens,
             num_heads_q=case.heads_q,
             num_heads_kv=case.heads_kv,
             head_dim=case.head_dim,
             engine=engine,
+            transport=transport,
             **case.mask_options,
         )
 
     planned = make(None)
     plans = {f"onepass {engine}": make(engine) for engine in ("heads", "keys")}
+    if device.type == "cuda":
+        plans |= {f"onepass {engine}, copies": make(engine, "copies") for engine in ("heads", "keys")}
     name = f"onepass {planned.engine}"
     plans.setdefault(name, planned)
     return [_onepass(name, plan) for name, plan in plans.items()], name
