@@ -1,6 +1,6 @@
 """A small Llama of Hugging Face transformers, trained on one long sequence whose tokens are spread over ranks.
 
-    torchrun --nproc-per-node 4 examples/context_parallel_llama.py                 # 256k tokens on 4 GPUs
+    torchrun --nproc-per-node 2 examples/context_parallel_llama.py                 # 256k tokens on 2 GPUs
     torchrun --nproc-per-node 2 examples/context_parallel_llama.py --device cpu    # a tiny model, in seconds
 
 Each rank has all weights and its share of the tokens; only attention needs the tokens of other ranks.
@@ -71,6 +71,9 @@ def main() -> None:
     # no mask function is registered with it, so transformers makes no mask: the plan knows that it is causal
     AttentionInterface.register("onepass_over_ranks", attention_over_ranks)
     model.set_attn_implementation("onepass_over_ranks")
+    if on_gpu:  # the backward computes each layer again, so that one layer's activations are in memory at a time
+        model.gradient_checkpointing_enable()
+        model.train()
 
     # labels are shifted before they are dealt out: a token's successor may belong to another rank
     labels = torch.cat((tokens[:, 1:], tokens.new_full((1, 1), -100)), 1)

@@ -167,7 +167,7 @@ def test_a_window_brings_keys_of_neighbors_alone():
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "bandwidth", "ranks", "engine"),
-    [(64, 8, 250e9, 2, "keys"), (32, 32, 45e9, 16, "heads"), (64, 8, 45e9, 16, 2)],
+    [(64, 8, 250e9, 2, "keys"), (32, 32, 45e9, 16, "heads"), (64, 8, 45e9, 16, 4)],
 )
 def test_the_estimate_chooses(heads, kv_heads, bandwidth, ranks, engine):
     """The fastest engines by the estimate."""
@@ -286,7 +286,7 @@ def test_plan_chooses_for_its_hardware():
     network = distributed.Hardware(bandwidth=45e9)
     assert distributed.plan(8 * 8192, **arguments).engine == "heads"
     plan = distributed.plan(8 * 8192, hardware=network, **arguments)
-    assert plan.engine == 2
+    assert plan.engine == 4
     assert plan.describe() == plan.describe(network) != plan.describe(distributed.Hardware())
     with pytest.raises(TypeError, match="hardware: expected"):
         distributed.plan(64, hardware=45, **arguments)
