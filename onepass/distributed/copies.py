@@ -29,6 +29,7 @@ class Copies:
     def __init__(self, group: Any, rank: int, device: torch.device):
         self._group, self._rank, self._device = weakref.ref(group), rank, device
         self._stream = torch.cuda.Stream(device)
+        self._memory: Tensor | None = None
         self._handle: Any = None
         self._used: torch.cuda.Event | None = None  # what was read last has arrived
         self._of_graphs: list[Any] = []  # graphs go on to use what a larger call has replaced
@@ -48,9 +49,13 @@ class Copies:
         if self._used is not None and not is_captured:
             torch.cuda.current_stream(self._device).wait_event(self._used)
         if self._handle is None or self._handle.buffer_size < starts[-1]:
+            if is_captured:
+                raise RuntimeError(
+                    "onepass.distributed: expected a call of this plan before one is captured in a CUDA graph, got none"
+                )
             self._reserve(starts[-1])
-        if is_captured and self._handle not in self._of_graphs:
-            self._of_graphs.append(self._handle)
+        if is_captured:
+            self._of_graphs.append((self._memory, self._handle))
         self._handle.barrier(channel=0, timeout_ms=BARRIER_MS)  # all ranks have read what was there
         found = []
         for t, start in zip(tensors, starts, strict=False):
@@ -98,7 +103,8 @@ class Copies:
         assert group is not None
         torch.cuda.synchronize(self._device)
         memory = symmetric.empty(size, dtype=torch.uint8, device=self._device)
-        self._handle = symmetric.rendezvous(memory, group)  # waits for all ranks
+        self._handle = symmetric.rendezvous(memory, group)  # waits until all ranks are here, and so read nothing
+        self._memory = memory
 
 
 def of(group: Any, rank: int, device: torch.device) -> Copies:
