@@ -253,7 +253,7 @@ class Pipeline:
         return {"q": self.q, "k": self.k, "v": self.v}
 
     def _publish(self, rows: dict[str, Tensor]) -> None:
-        """Let other ranks read these rows, if this plan's ranks read, and if they are not this rank's own affair."""
+        """Let copy engines of other ranks read these rows: k and v, and the others if ranks share queries in a step."""
         if self.copies is not None:
             queries_travel = any(step.width > 1 for step in self.steps)
             names = [name for name in rows if name in ("k", "v") or queries_travel]

@@ -137,7 +137,7 @@ class _Traffic:
         return (buffers + queries + sent_queries + own_queries) * element
 
     def copied_backward(self, step: Step, rank: int) -> int:
-        """Likewise: what a forward copies, the gradient of out, and the gradients of keys, which are added up."""
+        """Bytes of rows that a backward copies: a forward's, the gradient of out, and sums of gradients of keys."""
         queries, keys, sent_queries, sent_keys = self.sums(step, rank)
         own_queries, own_keys = self.own_sums(step, rank)
         element = self.head_dim * self.itemsize

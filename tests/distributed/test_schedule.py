@@ -212,6 +212,20 @@ def test_the_number_of_steps_is_chosen():
     assert len(distributed.plan(2**15, chunks=16, **sizes).schedule.steps) == 16
 
 
+def test_bytes_that_are_copied():
+    """Two ranks of 4 tokens and a head each: a rank sends, receives and keeps 4 rows of each tensor."""
+    plan = distributed.plan(8, num_ranks=2, num_heads_q=2, num_heads_kv=2, engine="heads", chunks=1)
+    traffic = cost._Traffic(plan.schedule, head_dim=1, itemsize=1)
+    (step,) = plan.schedule.steps
+    assert not plan.schedule.sums_keys()
+    # a tensor is copied into a message, and what came and what stayed into a buffer; out goes the same ways back
+    assert traffic.copied_forward(step, 0) == 3 * 12 + 12
+    # so do q, k, v and the gradient of out, and dq; sums of dk and dv are read and written
+    assert traffic.copied_backward(step, 0) == 4 * 12 + 12 + 2 * (4 + 8 + 8)
+    slow = distributed.Hardware(copying=48 / 100.0, latency=0.0, step=0.0, backward_step=0.0)
+    assert cost.estimate(plan.schedule, 1, slow, batch=1).forward_seconds > 100
+
+
 def test_pipeline():
     """Two steps of 10 and 20 seconds; messages of 1 before and 2 after each."""
     assert cost._pipelined([10.0, 20.0], [(1.0, 2.0), (1.0, 2.0)]) == 1 + 10 + 20 + 2
