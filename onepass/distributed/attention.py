@@ -355,11 +355,15 @@ class Shipment(NamedTuple):
         pieces = self.incoming or ()
         return [Expected(piece.source, (piece.rows, *rest), dtype) for piece in pieces if piece.source != rank]
 
+    def buffer(self) -> Tensor:
+        """Room for the rows that this rank computes with."""
+        return self.own.new_empty((sum(piece.rows for piece in self.incoming or ()), *self.own.shape[1:]))
+
     def rows(self, rank: int, received: Iterator[Tensor]) -> Tensor:
         """The rows that this rank computes with. Args: received: what `expected` says comes next."""
         if self.incoming is None:
             return self.own
-        buffer = self.own.new_empty((sum(piece.rows for piece in self.incoming), *self.own.shape[1:]))
+        buffer = self.buffer()
         for piece in self.incoming:
             is_own = piece.source == rank
             rows = self.own[piece.source_row : piece.source_row + piece.rows] if is_own else next(received)
@@ -394,8 +398,7 @@ class Reading:
             if shipment.published is None or shipment.incoming is None:
                 self._rows.append(shipment.own)
                 continue
-            count = sum(piece.rows for piece in shipment.incoming)
-            buffer = shipment.own.new_empty((count, *shipment.own.shape[1:]))
+            buffer = shipment.buffer()
             self._rows.append(buffer)
             for piece in shipment.incoming:
                 rows = shipment.published[piece.source][piece.source_row : piece.source_row + piece.rows]

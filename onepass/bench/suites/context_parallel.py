@@ -12,11 +12,12 @@ On GPUs each rank takes the GPU of its LOCAL_RANK and NCCL; on a CPU gloo. A row
 - E_prime: the time of the slowest rank's own attention calls, on keys that have already arrived, over TP. It is 1 where
   nothing but these calls takes time.
 - error: how far the results are from those of one device, by root mean squares, in the worst tensor of the worst rank.
-- peak_bytes: the inputs and the most memory beside them, of the rank that needs most; peak_limit_bytes: one device's
-  divided by P, and two of 16 chunks of all keys and values.
+- peak_bytes: the inputs and the most memory beside them, of the rank that needs most, without what "copies" publish;
+  peak_limit_bytes: one device's divided by P, and two of 16 chunks of all keys and values.
 - received_bytes: what the rank that receives most receives, by the estimate of the plan.
 
-A row's "skipped" says why a peer does not take the case. Rank 0 alone prints, and writes the results file.
+onepass has a contender for each engine, and on GPUs also one that reads rows by copies (the plan's transport). A row's
+"skipped" says why a peer does not take the case. Rank 0 alone prints, and writes the results file.
 """
 
 from __future__ import annotations

@@ -353,14 +353,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=3, help="how often each contender is timed in each case")
-    parser.add_argument("--prompts", default="", help="tokens of the prompts to generate from, separated by commas")
+    parser.add_argument("--prompts", type=int, nargs="+", help="tokens of the prompts to generate from")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--first-step-of", choices=(OURS, TORCH), help=argparse.SUPPRESS)
     grid.add_out(parser, "models.json")
     options = parser.parse_args(argv)
     sizes = Sizes(options.small)
     if options.prompts:
-        sizes.prompts = [int(count) for count in options.prompts.split(",")]
+        sizes.prompts = options.prompts
     if options.first_step_of:
         print(json.dumps(first_step(sizes, options.first_step_of)))
         return 0
