@@ -373,6 +373,17 @@ def cache(dtype=DTYPE):
 CACHE_OPTIONS = [*OPTIONS, ({"window_size": (2, 4)}, {"window": (2, 4)})]
 
 
+def test_kvcache_takes_rotary_positions_where_nothing_is_rotated():
+    """flash-attn 3 does not look at them then, and its own tests pass them."""
+    q, (k_cache, v_cache) = randn(3, 2, 4, 8), cache()
+    outs = [
+        fa3.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=FILLED, rotary_seqlens=positions)
+        for positions in (None, FILLED, FILLED - 4)
+    ]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
 @pytest.mark.parametrize(("theirs", "ours"), CACHE_OPTIONS)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("page_size", [None, 2, 7])
@@ -648,7 +659,6 @@ def test_packed_refusals(changes, error, match):
         ({"v": None}, TypeError, "v: expected a torch.Tensor where the other"),
         ({"cu_seqlens_k_new": torch.zeros(3, dtype=INT32)}, ValueError, r"cu_seqlens_k_new: expected shape \(4,\)"),
         ({"rotary_seqlens": torch.zeros(2, dtype=INT32)}, ValueError, r"rotary_seqlens: expected shape \(3,\)"),
-        ({"rotary_seqlens": FILLED}, ValueError, "rotary_seqlens: expected None without rotary_cos and rotary_sin"),
         (
             {"rotary_seqlens": FILLED - 4, "rotary_cos": torch.ones(14, 2), "rotary_sin": torch.ones(14, 2)},
             ValueError,

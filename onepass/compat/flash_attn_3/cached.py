@@ -80,6 +80,8 @@ def over_cache(
     if table_name is not None and cu_seqlens_k_new is not None:
         refuse_beyond_pages("cache_seqlens", table_name, lengths, cache.capacity, cu_seqlens_k_new.diff())
     cos, sin, rotary_seqlens, interleaved = rotary
+    if cos is sin is None:
+        rotary_seqlens = None
     starts = lengths if rotary_seqlens is None or rotary_seqlens is cache_seqlens else rotary_seqlens
     try:
         turned = check_rotary(cos, sin, starts, interleaved, q, k is not None)
@@ -104,10 +106,8 @@ def over_cache(
 def _check_rotary_seqlens(rotary: tuple[Any, Any, Any, Any], batch: int, device: torch.device) -> None:
     cos, sin, seqlens, _ = rotary
     conventions.check_per_entry("rotary_seqlens", seqlens, batch, device)
-    if seqlens is None:
+    if seqlens is None or cos is sin is None:  # flash-attn 3 takes positions where nothing is rotated
         return
-    if cos is sin is None:
-        raise ValueError("rotary_seqlens: expected None without rotary_cos and rotary_sin, got a tensor")
     if is_on_host(seqlens) and int(seqlens.min()) < 0:
         raise ValueError(f"rotary_seqlens: expected positions from 0 on, got {seqlens.tolist()}")
 
