@@ -13,10 +13,12 @@ import builtins
 import collections
 import gc
 import importlib.util
+import inspect
 import json
 import random
 import sys
 import types
+from pathlib import Path
 
 import peer_device
 import pytest
@@ -50,6 +52,11 @@ def pytest_addoption(parser):
         help="a module that tests import, from a file",
     )
     group.addoption("--peer-json", default=None, help="file for the outcome of each case")
+    group.addoption("--peer-lines", default=None, help="file to which each outcome is added at once, as a line of JSON")
+    group.addoption("--peer-done", default=None, help="file with a JSON list of cases that need not run again")
+    group.addoption(
+        "--peer-function", default=None, help="the one test function to collect; with all of them it can take a minute"
+    )
 
 
 def pytest_configure(config):
@@ -57,6 +64,8 @@ def pytest_configure(config):
     config._peer_runs = collections.Counter()
     config._peer_left_out = {}
     config._peer_has_failed = False
+    done = config.getoption("peer_done")
+    config._peer_done = set(json.loads(Path(done).read_text())) if done else set()
     if config.getoption("peer_device") == "cpu":
         capability = tuple(int(n) for n in config.getoption("peer_capability").split("."))
         peer_device.pretend_cuda(capability)
@@ -90,6 +99,14 @@ def load_module(name, path):
 # --- which cases run --------------------------------------------------------------------------------------------------
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    function = collector.config.getoption("peer_function")
+    if function and name.startswith("test") and inspect.isfunction(obj) and name != function:
+        return []  # no other plugin makes items of it
+    return None
+
+
 def pytest_collection_modifyitems(config, items):
     functions = collections.defaultdict(list)
     for item in items:
@@ -100,7 +117,10 @@ def pytest_collection_modifyitems(config, items):
         config._peer_left_out[name] = len(cases) - len(small)
         count = config.getoption("peer_cases")
         seed = f"{config.getoption('peer_seed')} {name}"
-        kept += sample(small, count, seed) if count else small
+        chosen = sample(small, count, seed) if count else small
+        done = [case for case in chosen if case.name in config._peer_done]
+        config._peer_runs[name] += len(done)
+        kept += [case for case in chosen if case.name not in config._peer_done]
     chosen = set(map(id, kept))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     items[:] = kept
@@ -185,6 +205,11 @@ def pytest_runtest_makereport(item, call):
     if outcome != "skipped":
         item.config._peer_runs[item.originalname] += 1
     item.config._peer_outcomes[item.originalname][item.nodeid] = {"outcome": outcome, "reason": reason}
+    lines = item.config.getoption("peer_lines")
+    if lines and outcome != "skipped":
+        row = {"case": item.name, "outcome": outcome, "reason": reason, "seconds": round(call.duration, 1)}
+        with open(lines, "a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -1,0 +1,161 @@
+"""Another library's tests of attention on GPUs, many processes side by side.
+
+    python tests/peers/run_peer_tests.py --tests FOLDER --results peer-tests.json --workers 30
+
+FOLDER has the folders of docs/guide/peer_tests.md. Each process runs one test function with one seed on one GPU, since
+collecting a whole file makes half a million cases. Kernels are compiled by the process that needs them first. Cases
+that a results file has as ended are not run again, so that several short sessions on a machine add up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from onepass.bench.machine import describe
+from onepass.bench.rows import SCHEMA_VERSION
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("fa2", "fa3", "fa4")
+MODULES = {"fa4": ["--peer-module", "flash_attn.cute.testing=testing.py"]}
+# These take 70 GiB of a GPU, so that no other process may be there.
+ALONE = {("fa3", "test_flash_attn_race_condition")}
+# The longest, which begin first.
+LONG = ("kvcache", "varlen_output", "output", "qkvpacked", "causal")
+FINAL = ("passed", "refused", "internal")  # a failure, for example for lack of memory, is tried again
+
+
+class Job(NamedTuple):
+    """The cases of a test function with one seed."""
+
+    folder: str
+    function: str
+    seed: int
+
+    @property
+    def is_alone(self) -> bool:
+        return (self.folder, self.function) in ALONE
+
+    @property
+    def order(self) -> tuple:
+        length = next((n for n, word in enumerate(LONG) if self.function.endswith(word)), len(LONG))
+        return self.is_alone, self.seed, length
+
+
+def jobs_of(tests: Path, seeds: list[int]) -> list[Job]:
+    found = []
+    for folder in FOLDERS:
+        text = (tests / folder / "test_flash_attn.py").read_text()
+        names = dict.fromkeys(re.findall(r"^def (test_\w+)", text, re.MULTILINE))
+        found += [Job(folder, name, seed) for name in names for seed in seeds]
+    return sorted(found, key=lambda job: job.order)
+
+
+class Run:
+    """Processes that are under way, and what they have written."""
+
+    def __init__(self, options: argparse.Namespace, rows: list[dict]):
+        self.options, self.rows, self.scratch = options, rows, Path(tempfile.mkdtemp())
+        self.running: dict[subprocess.Popen, tuple[Job, int]] = {}
+        self.num_gpus = torch.cuda.device_count()
+
+    def start(self, job: Job) -> None:
+        load = collections.Counter(gpu for _, gpu in self.running.values())
+        gpu = min(range(self.num_gpus), key=lambda n: load[n])
+        done = [row["case"] for row in self.rows if self.is_of(row, job) and row["outcome"] in FINAL]
+        self.path(job, "done").write_text(json.dumps(done))
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "peer_tests", "-c", os.devnull, "-p", "no:cacheprovider"]
+        command += ["--tb=line", "--peer-cases", str(self.options.cases), "--peer-seed", str(job.seed)]
+        command += ["--peer-function", job.function, "--peer-lines", str(self.path(job, "lines"))]
+        command += ["--peer-done", str(self.path(job, "done")), *MODULES.get(job.folder, []), "test_flash_attn.py"]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "peers"), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        folder = self.options.tests / job.folder
+        with self.path(job, "log").open("w") as log:
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        self.running[process] = job, gpu
+
+    def path(self, job: Job, kind: str) -> Path:
+        return self.scratch / f"{job.folder}-{job.function}-{job.seed}.{kind}"
+
+    @staticmethod
+    def is_of(row: dict, job: Job) -> bool:
+        is_function = re.split(r"\[", row["case"])[0] == job.function
+        return is_function and (row["tests"], row["seed"]) == (job.folder, job.seed)
+
+    def room_for(self, job: Job) -> bool:
+        if job.is_alone:
+            return len(self.running) < self.num_gpus and all(other.is_alone for other, _ in self.running.values())
+        return len(self.running) < self.options.workers
+
+    def collect(self, process: subprocess.Popen) -> None:
+        """Take over the outcomes of a process that has ended, or has been ended."""
+        job, _ = self.running.pop(process)
+        lines = self.path(job, "lines").read_text().splitlines() if self.path(job, "lines").exists() else []
+        for line in lines:
+            row = {"tests": job.folder, "seed": job.seed} | json.loads(line)
+            self.rows[:] = [r for r in self.rows if (r["tests"], r["seed"], r["case"]) != tuple(row.values())[:3]]
+            self.rows.append(row)
+        end = self.path(job, "log").read_text().strip().splitlines()[-1:]
+        print(f"{job.folder} {job.function} seed {job.seed}: {process.returncode} {end}", flush=True)
+
+    def end(self) -> None:
+        for process in list(self.running):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self.collect(process)
+
+
+def show(rows: list[dict]) -> None:
+    for tests, seed in sorted({(row["tests"], row["seed"]) for row in rows}):
+        counts = collections.Counter(r["outcome"] for r in rows if (r["tests"], r["seed"]) == (tests, seed))
+        print(tests, "seed", seed, dict(counts))
+    for row in rows:
+        if row["outcome"] == "failed":
+            print("failed", row["tests"], row["seed"], row["case"], row["reason"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", type=Path, required=True, help="the folder with fa2, fa3 and fa4")
+    parser.add_argument("--results", type=Path, required=True, help="JSON, read if it is there, and written at the end")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=float, default=3600, help="what has not ended by then is ended")
+    parser.add_argument("--cases", type=int, default=40, help="of each function and seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args()
+    started = time.monotonic()
+    rows = json.loads(options.results.read_text())["rows"] if options.results.exists() else []
+    waiting, run = jobs_of(options.tests, options.seeds), Run(options, rows)
+    try:
+        while (waiting or run.running) and time.monotonic() - started < options.seconds:
+            while waiting and run.room_for(waiting[0]):
+                run.start(waiting.pop(0))
+            for process in [p for p in run.running if p.poll() is not None]:
+                run.collect(process)
+            time.sleep(0.2)
+    finally:
+        run.end()
+        rows.sort(key=lambda row: (row["tests"], row["seed"], row["case"]))
+        report = {"schema_version": SCHEMA_VERSION, "header": describe("cuda") | {"cases": options.cases}, "rows": rows}
+        options.results.write_text(json.dumps(report, indent=0))
+    print(f"not started: {len(waiting)} test functions")
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()
