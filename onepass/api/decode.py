@@ -69,6 +69,46 @@ def autocast_rows(k_cache: Any, *rows: Any) -> tuple[Any, ...]:
     return tuple(autocast_inputs(t)[0] if isinstance(t, Tensor) else t for t in rows)
 
 
+def key_of_call(
+    inputs: DecodeInputs,
+    window: Window | None,
+    causal: bool,
+    softcap: float | None,
+    softmax_scale: float | None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    rotary_interleaved: bool = False,
+    return_lse: bool = False,
+    kv_block: int | None = None,
+    max_seqlen_q: int | None = None,
+    backend: str | None = None,
+) -> tuple | None:
+    """The key of a call on the fast path; None if it must be treated as a first call. Args: as `attention_decode`."""
+    options = (
+        causal,
+        softcap,
+        softmax_scale,
+        num_splits,
+        split_size,
+        rotary_interleaved,
+        return_lse,
+        kv_block,
+        max_seqlen_q,
+        backend,
+    )
+    tensors: Any = inputs.tensors if inputs.is_modified else inputs
+    key = fast_path.key_of("attention_decode", tensors, window, options)
+    k_cache, v_cache = inputs.k_cache, inputs.v_cache
+    if key is None or k_cache is None or v_cache is None:
+        return None
+    # as in `DecodeProblem.of_rounded_length`; new keys are checked for memory that caches share, by their strides
+    may_grow = inputs.k_new is inputs.page_table is inputs.cu_seqlens_q is kv_block is split_size is None
+    may_grow = may_grow and (inputs.modifiers is None or inputs.modifiers.bias is None)
+    # on a CPU the backend of a call with a window depends on the length
+    may_grow = may_grow and (window is None or k_cache.is_cuda)
+    return fast_path.with_caches(key, k_cache, v_cache, may_grow)
+
+
 @overload
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[DecodeOptions]
@@ -224,15 +264,15 @@ def attention_decode(
         k_new,
         v_new,
     )
-    tensors: tuple = inputs
     rows_q, rows_k = rotary_positions_q, rotary_positions_k
     if not (seqstart_k is key_ranges is q_positions is alibi_slopes is bias is rows_q is rows_k is None):
         inputs = inputs.with_modifiers((seqstart_k, key_ranges, q_positions, alibi_slopes, bias, rows_q, rows_k))
-        tensors = inputs.tensors
     most_queries = None if max_seqlen_q is None else few_queries(max_seqlen_q, cu_seqlens_q)
     key = None
     if check_values is False:
-        options = (
+        key = key_of_call(
+            inputs,
+            window,
             causal,
             softcap,
             softmax_scale,
@@ -244,10 +284,6 @@ def attention_decode(
             most_queries,
             backend,
         )
-        key = fast_path.key_of("attention_decode", tensors, window, options)
-    if key is not None and k_cache is not None and v_cache is not None:
-        # validation looks at these, too
-        key = *key, k_cache.stride(), v_cache.stride(), (k_cache.data_ptr() | v_cache.data_ptr()) % 16
         forward = fast_path.find(key)
         if forward is not None:
             out, lse = forward(inputs)

@@ -29,6 +29,7 @@ from torch.autograd import _profiler_enabled, forward_ad
 
 from ..dispatch import choice
 from ..dispatch.backends import Forward
+from ..problem.decode import rounded_length
 
 MAX_CALLS = 1024
 
@@ -45,7 +46,7 @@ def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options:
         window, options: the arguments as given, but `deterministic` with its default filled in. Their types are in
             the key, too: validation tells 1 from True.
     """
-    if torch.compiler.is_compiling() or _is_observed():
+    if torch.compiler.is_compiling() or is_observed():
         return None
     is_recording = torch.is_grad_enabled()
     seen: list[tuple | None] = []
@@ -67,7 +68,28 @@ def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options:
     return function, tuple(seen), window, options, tuple(map(type, window + options)), choice.current_outside_compile()
 
 
-def _is_observed() -> bool:
+def with_caches(key: tuple, k_cache: Tensor, v_cache: Tensor, may_grow: bool) -> tuple:
+    """The key of a call of `attention_decode`: with what validation looks at in its caches beside shapes and dtypes.
+
+    Args:
+        key: of the same call, in whose inputs the caches come second and third.
+        may_grow: what is prepared for the call serves caches of other lengths, too. A cache to which torch.cat adds
+            each token has another length and other strides in each step: such caches have one key for all lengths of
+            one `rounded_length`.
+    """
+    k_shape, v_shape, k_strides, v_strides = k_cache.shape, v_cache.shape, k_cache.stride(), v_cache.stride()
+    addresses = (k_cache.data_ptr() | v_cache.data_ptr()) % 16
+    if may_grow and len(k_shape) == len(v_shape) == 4 and k_shape[1] == v_shape[1]:
+        steps = k_strides[0] | k_strides[1] | k_strides[2] | v_strides[0] | v_strides[1] | v_strides[2]
+        if steps * k_cache.element_size() % 16 == 0 and k_strides[3] == v_strides[3] == 1:
+            function, (q, k, v, *others), *rest = key
+            grown = rounded_length(k_shape[1]), k_shape[0], k_shape[2:], v_shape[0], v_shape[2:], k[1:], v[1:]
+            return function, q, grown, *others, addresses, *rest
+    return *key, k_strides, v_strides, addresses
+
+
+def is_observed() -> bool:
+    """Whether other code may observe the operators of a call, see above."""
     return (
         _len_torch_dispatch_stack() > 0
         or _len_torch_function_stack() > 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from .. import log
 from ..kernels.compiler.compile import CompileRequest
@@ -93,9 +95,19 @@ def _say(name: str, problem: DecodeProblem) -> None:
 
 
 def prepare_decode(name: str, problem: DecodeProblem, device: torch.device) -> Callable:
-    """inputs -> (out, lse) of a backend, for calls of this problem without `check_values`."""
+    """inputs -> (out, lse) of a backend, for calls of this problem without `check_values`.
+
+    The caches of a call may have another length, if `DecodeProblem.of_rounded_length` is the same.
+    """
     _say(name, problem)
     module = importlib.import_module(MODULES[name])
     if name not in backends.WITH_KERNELS:
-        return functools.partial(module.decode, problem)
+        return functools.partial(_decode_on_host, module.decode, problem)
     return module.prepare(problem, device)
+
+
+def _decode_on_host(decode: Callable, problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+    attention = problem.attention
+    if attention.seqlen_k != inputs.capacity:
+        problem = replace(problem, attention=replace(attention, seqlen_k=inputs.capacity))
+    return decode(problem, inputs)

@@ -15,6 +15,7 @@ sliding window) by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from ..api import attention as api
 from ..api.decode import attention_decode
+from ..api.repeated import RepeatableDecode, repeatable_decode
 from ..compat.masks import four_dimensional, mask_arguments
 from ..dispatch import ahead
 from ..errors import UnsupportedError
@@ -48,7 +50,9 @@ def register(name: str = "onepass") -> str:
 
 # --- the attention function -------------------------------------------------------------------------------------------
 
-_KNOWN_OFFSETS = "_onepass_cu_seqlens"  # an attribute of tensors of positions
+# attributes of tensors of positions and of masks, which keep what a layer has made of them
+_KNOWN_OFFSETS = "_onepass_cu_seqlens"
+_KNOWN_LENGTHS = "_onepass_lengths"
 
 # Arguments of a model's forward pass that transformers also passes to the attention function, which ignores them.
 _IRRELEVANT = frozenset(
@@ -115,12 +119,19 @@ def attention_forward(
 
     Raises: NotImplementedError naming an argument that is not supported.
     """
-    _refuse_unsupported(attention_mask, kwargs)
+    _refuse_unknown(kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
     if is_causal is None:
         raise ValueError(f"is_causal: expected a bool here or as an attribute of {type(module).__name__}, got neither")
     is_causal = bool(is_causal)
+    lengths = _Lengths(attention_mask, (is_causal, sliding_window, softcap, scaling, dropout))
+    if s_aux is position_bias is cu_seq_lens_q is None:
+        call = lengths.call_before
+        out = None if call is None else call.again(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        if out is not None:
+            return out, None
+    _refuse_unsupported(attention_mask)
     options: dict[str, Any] = {
         "causal": is_causal,
         "window": _window(sliding_window, is_causal, key.shape[2]),
@@ -147,8 +158,8 @@ def attention_forward(
         return _packed(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options), None
     if attention_mask is None:
         attention_mask = _packed_by_positions(position_ids, q, k)
-    if attention_mask is None or attention_mask.shape[-1] == 0:
-        return _attend(q, k, v, options), None
+    if attention_mask is None:
+        return _attend(q, k, v, options, lengths), None
     if attention_mask.dtype == torch.int32:
         offsets = attention_mask.flatten()
         return _packed(q, k, v, offsets, offsets, None, None, options), None
@@ -157,7 +168,7 @@ def attention_forward(
     if attention_mask.dtype == torch.bool:
         num_keys = attention_mask.shape[1]
         return _masked(q, k[:, :num_keys], v[:, :num_keys], attention_mask[:, None, None], options), None
-    return _padded(q, k, v, attention_mask[:, 0, 0], options), None
+    return _padded(q, k, v, lengths, options), None
 
 
 def _is_form(mask: Tensor) -> bool:
@@ -174,7 +185,7 @@ def _is_ranges(mask: Tensor) -> bool:
     return has_shape and mask.dtype == torch.int32
 
 
-def _refuse_unsupported(attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+def _refuse_unsupported(attention_mask: Tensor | None) -> None:
     if attention_mask is not None and attention_mask.dim() not in (2, 4):
         raise UnsupportedError(
             f"attention_mask: expected None, (batch, tokens) or (batch, heads, q_length, kv_length), "
@@ -188,6 +199,9 @@ def _refuse_unsupported(attention_mask: Tensor | None, kwargs: dict[str, Any]) -
                 "attention_mask: expected what padding_mask returns, or a bool or floating point tensor, got "
                 f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)}: this model makes its own mask"
             )
+
+
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if value is not None and value is not False and name not in _IRRELEVANT:
             given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -238,7 +252,7 @@ def _packed_by_positions(position_ids: Tensor | None, q: Tensor, k: Tensor) -> T
     seqlen = q.shape[1]
     if position_ids is None or tuple(position_ids.shape) != (1, seqlen) or seqlen == 1 or k.shape[:2] != (1, seqlen):
         return None
-    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or _is_capturing(q):
         return None
     version = None if position_ids.is_inference() else position_ids._version  # such tensors do not count their changes
     known: tuple[int | None, Tensor | None] | None = getattr(position_ids, _KNOWN_OFFSETS, None)
@@ -250,32 +264,108 @@ def _packed_by_positions(position_ids: Tensor | None, q: Tensor, k: Tensor) -> T
     return known[1]
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, options: dict[str, Any]) -> Tensor:
+def _is_capturing(t: Tensor) -> bool:
+    """Whether what is computed from a tensor now goes into a CUDA graph."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class _Lengths:
+    """Where the keys of each row begin and end, as a mask of `padding_mask` says, int32 (batch,).
+
+    All layers of a forward get the same mask. It keeps what the first of them has made of it, until it is written to,
+    and the call that this layer made: in generation, where each layer computes little, the host would take a third
+    longer for a token.
+    """
+
+    def __init__(self, mask: Tensor | None, options: tuple):
+        """Args: mask: int64 (batch, 1, 1, up to 2), or None; with any other nothing is kept. options: of this layer."""
+        self.mask, self.options = mask, options
+        self.num_bounds = 0 if mask is None else mask.shape[-1]
+
+    def bound(self, number: int) -> Tensor:
+        """Bound `number` of each row."""
+        return self._kept(number, lambda mask: mask[:, 0, 0, number].to(torch.int32).contiguous())
+
+    def full(self, k: Tensor) -> Tensor:
+        """The number of keys of k, (batch, num_keys, num_heads, head_dim), for each row."""
+
+        def make(_: Tensor | None) -> Tensor:
+            return torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
+
+        return self._kept((k.shape[:2], k.device), make)
+
+    @property
+    def call_before(self) -> RepeatableDecode | None:
+        """The call that a layer with these options has made in this forward."""
+        kept = self._memory()
+        return None if kept is None else kept.get(self.options)
+
+    def keep_call(self, call: RepeatableDecode | None) -> None:
+        """Keep the call of this layer for those after it."""
+        kept = self._memory()
+        if kept is not None and call is not None:
+            kept[self.options] = call
+
+    def _kept(self, what: Hashable, make: Callable[[Any], Tensor]) -> Tensor:
+        kept = self._memory()
+        if kept is None:
+            return make(self.mask)
+        if what not in kept:
+            kept[what] = make(self.mask)
+        return kept[what]
+
+    def _memory(self) -> dict | None:
+        """What the mask keeps; None if it may change unseen: without counting, or in another run of a CUDA graph."""
+        mask = self.mask
+        if mask is None or torch.compiler.is_compiling() or mask.is_inference():
+            return None
+        if _is_capturing(mask):
+            return None
+        known: tuple[int, dict] | None = getattr(mask, _KNOWN_LENGTHS, None)
+        if known is None or known[0] != mask._version:
+            known = mask._version, {}
+            setattr(mask, _KNOWN_LENGTHS, known)
+        return known[1]
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, options: dict[str, Any]) -> Tensor:
     """Attention in which each row has real keys in one piece; see `padding_mask` for their forms."""
-    rows = rows.to(torch.int32)
+    count = lengths.num_bounds
+    if count == 0:
+        return _attend(q, k, v, options, lengths)
     if options["causal"]:
-        options["seqstart_k"] = rows[:, 0].contiguous()
-        return _attend(q, k, v, options, rows[:, 1].contiguous() if rows.shape[1] == 2 else None)
-    if rows.shape[1] == 1 and options["window"] is None:
-        return _attend(q, k, v, options, rows[:, 0].contiguous())
-    low = rows[:, 0] if rows.shape[1] == 2 else torch.zeros_like(rows[:, 0])
-    ranges = torch.stack((low, rows[:, -1]), -1)[:, None, None].expand(-1, 1, q.shape[1], 2)
+        options["seqstart_k"] = lengths.bound(0)
+        return _attend(q, k, v, options, lengths, lengths.bound(1) if count == 2 else None)
+    if count == 1 and options["window"] is None:
+        return _attend(q, k, v, options, lengths, lengths.bound(0))
+    high = lengths.bound(count - 1)
+    low = lengths.bound(0) if count == 2 else torch.zeros_like(high)
+    ranges = torch.stack((low, high), -1)[:, None, None].expand(-1, 1, q.shape[1], 2)
     return api.attention(q, k, v, **options, key_ranges=ranges.contiguous())
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], ends: Tensor | None = None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], lengths: _Lengths, ends: Tensor | None = None
+) -> Tensor:
     """Attention of dense tensors: of a few queries without gradients over more keys by `attention_decode`.
 
     Args: ends: (batch,) int32, the number of keys that exist.
     """
-    tensors = q, k, v, *(t for t in options.values() if isinstance(t, Tensor))
-    has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if q.shape[1] > FEW_QUERIES or k.shape[1] <= q.shape[1] or has_gradient or options["dropout_p"]:
+    if q.shape[1] > FEW_QUERIES or k.shape[1] <= q.shape[1] or options["dropout_p"] or _has_gradient(q, k, v, options):
         return api.attention(q, k, v, **options, seqused_k=ends)
-    if ends is None:
-        ends = torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
+    ends = lengths.full(k) if ends is None else ends
     own = {name: value for name, value in options.items() if name not in ("deterministic", "dropout_p")}
-    return attention_decode(q, k, v, cache_seqlens=ends, **own)
+    if "bias" in own or own["sinks"] is not None:
+        return attention_decode(q, k, v, cache_seqlens=ends, **own)
+    del own["sinks"]
+    out, call = repeatable_decode(q, k, v, cache_seqlens=ends, **{"seqstart_k": None, **own})
+    lengths.keep_call(call)
+    return out
+
+
+def _has_gradient(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
+    tensors = q, k, v, *(t for t in options.values() if isinstance(t, Tensor))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:

@@ -83,6 +83,10 @@ def padding_mask(
                 return _ends(first, end)
             # transformers looks for packed sequences where there is no cache; in training there may be both
             return None if torch.is_grad_enabled() else first[:, None, None, None][..., :0]
+        if can_wait and pattern.is_causal:
+            found = _left_padding(attention_mask, kv_offset, kv_length, end)
+            if found is not None:
+                return found
         is_real = _real_keys(attention_mask, kv_offset, kv_length)
         if can_wait:
             rows = RealKeys.of(is_real, end, q_length if pattern.is_causal else 0)
@@ -112,7 +116,34 @@ def padding_mask(
 def _real_keys(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
     """(batch, kv_length) bool: what the mask of all tokens says of the keys of this call."""
     is_real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    return torch.nn.functional.pad(is_real, (0, kv_length - is_real.shape[1]))
+    missing = kv_length - is_real.shape[1]
+    return torch.nn.functional.pad(is_real, (0, missing)) if missing else is_real
+
+
+def _left_padding(attention_mask: Tensor, kv_offset: int, kv_length: int, end: int | Tensor) -> Tensor | None:
+    """The form of a causal mask whose rows have padding on the left at most; None if one has padding elsewhere.
+
+    A model that generates asks for each token, with such rows mostly: six small operators answer, where `RealKeys.of`
+    and what follows it take thirty.
+
+    Args: end: of the keys; a cache may have room behind it.
+    """
+    is_real = attention_mask.bool()[:, kv_offset:]
+    seqlen = is_real.shape[1]
+    if 0 in is_real.shape or seqlen > kv_length or not (isinstance(end, Tensor) or end == seqlen):
+        return None
+    first, count = is_real.view(torch.uint8).argmax(-1), is_real.sum(-1)
+    bounds = [first, count]
+    if isinstance(end, Tensor):
+        bounds.append(end.to(first).expand_as(first))
+    firsts, counts, *ends = torch.stack(bounds).tolist()
+    if any(start + number != seqlen for start, number in zip(firsts, counts, strict=True)):
+        return None
+    if any(n != seqlen for row in ends for n in row):
+        return None
+    if isinstance(end, Tensor) or end < kv_length:
+        return torch.stack((first, first + count), -1)[:, None, None]
+    return first[:, None, None, None][..., : 1 if any(firsts) else 0]
 
 
 class RealKeys(NamedTuple):

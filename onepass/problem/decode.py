@@ -11,6 +11,17 @@ from torch import Tensor
 from .attention import NO_MODIFIERS, AttentionProblem, Modifiers, modifier_flags
 
 FEW_QUERIES = 32  # queries of a sequence; no kernel for few queries takes more
+LENGTH_STEP = 64  # keys; see `rounded_length`
+
+
+def rounded_length(seqlen: int) -> int:
+    """A length rounded up to a multiple of LENGTH_STEP and of an eighth of the largest power of two in it.
+
+    It is at most 64 keys or an eighth above: near enough to choose a number of splits by it. A cache that grows by a
+    key with each token has a new rounded length only once in 64 tokens or more.
+    """
+    step = max(LENGTH_STEP, 2 ** max(0, seqlen.bit_length() - 4))
+    return -(-seqlen // step) * step
 
 
 class RotaryPositions(NamedTuple):
@@ -171,6 +182,18 @@ class DecodeProblem:
         if self.max_seqlen_q is None:
             return self.attention
         return replace(self.attention, is_packed=False, seqlen_q=self.max_seqlen_q)
+
+    @property
+    def of_rounded_length(self) -> DecodeProblem:
+        """The problem that launches are prepared for, so that one serves all caches of nearly this length.
+
+        Where a tensor or the size of a split goes with the length of the cache, it is the problem itself.
+        """
+        if self.is_paged or self.attention.is_packed or self.attention.has_bias:
+            return self
+        if self.kv_block is not None or self.split_size is not None:
+            return self
+        return replace(self, attention=replace(self.attention, seqlen_k=rounded_length(self.attention.seqlen_k)))
 
     @property
     def is_paged(self) -> bool:

@@ -401,10 +401,39 @@ def test_options_of_decoding_that_change_no_value_here_have_calls_of_their_own(c
         for _ in range(2):
             onepass.attention_decode(**step(**option))
         assert count_decode == [n]
-    # another layout of the caches is validated again
-    caches = {n: torch.randn(2, 2, 40, 16).transpose(1, 2) for n in ("k_cache", "v_cache")}
+    # caches whose rows are not aligned are validated again
+    caches = {n: torch.randn(2, 40, 2, 17)[..., :16] for n in ("k_cache", "v_cache")}
     onepass.attention_decode(**step(**caches))
     assert count_decode == [n + 1]
+
+
+@pytest.mark.parametrize(("window", "first_calls"), [(None, 3), ((99, 0), 140)])
+def test_a_growing_cache_stays_on_the_fast_path(window, first_calls, count_decode):
+    """As torch.cat makes it: with another length and other strides at each token. A window may need another backend."""
+    q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 140, 16), torch.randn(2, 2, 140, 16)
+    for length in range(1, 141):
+        k_cache, v_cache = (t[:, :, :length].contiguous().transpose(1, 2) for t in (k, v))
+        lengths = torch.full((2,), length, dtype=INT32)
+        out = onepass.attention_decode(q, k_cache, v_cache, cache_seqlens=lengths, window=window)
+        first = 0 if window is None else max(0, length - 100)
+        seen = [t[:, :, first:length].repeat_interleave(2, 1) for t in (k, v)]
+        expected = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), *seen)
+        torch.testing.assert_close(out.transpose(1, 2), expected)
+    assert count_decode == [first_calls]  # up to 64, 128 and 192 keys
+
+
+@pytest.mark.parametrize("name", ["k_new", "split_size", "bias", "page_table"])
+def test_caches_of_other_lengths_are_checked_where_more_depends_on_the_length(name, count_decode):
+    for length in (40, 41):
+        caches = {n: torch.randn(2, length, 2, 16) for n in ("k_cache", "v_cache")}
+        given = {
+            "k_new": {n: torch.ones(2, 1, 2, 16) for n in ("k_new", "v_new")},
+            "split_size": {"split_size": 64},
+            "bias": {"bias": torch.zeros(1, 1, 1, length)},
+            "page_table": {"page_table": torch.tensor([[0], [1]], dtype=INT32)},
+        }
+        onepass.attention_decode(**step(**caches, **given[name]))
+    assert count_decode == [2]
 
 
 def test_decoding_appends_and_reads_lengths_every_time(count_decode):

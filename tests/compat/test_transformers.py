@@ -13,6 +13,9 @@ transformers = pytest.importorskip("transformers")
 
 import onepass.api.attention  # noqa: E402
 from onepass import reference  # noqa: E402
+from onepass.api import fast_path  # noqa: E402
+from onepass.api.decode import attention_decode  # noqa: E402
+from onepass.api.repeated import RepeatableDecode, repeatable_decode  # noqa: E402
 from onepass.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
 
 SMALL = {
@@ -316,16 +319,20 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+# where the integration finds attention_decode: by itself, and in calls that later layers repeat
+DECODE_MODULES = sys.modules[attention_forward.__module__], sys.modules[attention_decode.__module__]
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """The calls of attention and decoding, which compute nothing: what they read is a backend's affair."""
     made = []
     for owner, name in ((onepass.api.attention, "attention"), (onepass.api.attention, "attention_varlen")):
         monkeypatch.setattr(owner, name, lambda q, k, v, name=name, **options: made.append((name, options)) or q)
-    module = sys.modules[attention_forward.__module__]
-    monkeypatch.setattr(
-        module, "attention_decode", lambda q, k, v, **options: made.append(("attention_decode", options)) or q
-    )
+    for module in DECODE_MODULES:
+        monkeypatch.setattr(
+            module, "attention_decode", lambda q, k, v, **options: made.append(("attention_decode", options)) or q
+        )
     return made
 
 
@@ -360,18 +367,50 @@ def test_layers_read_nothing(side, is_causal, calls):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_single_queries_decode(decoders, cache, monkeypatch):
-    """Each layer of each step of generation is one call of attention_decode."""
+    """Each layer of each step decodes; the second one of a step repeats what the first has done, without sinks."""
     made, module = [], sys.modules[attention_forward.__module__]
-    original = module.attention_decode
+    for function in (attention_decode, repeatable_decode):
+        monkeypatch.setattr(
+            module,
+            function.__name__,
+            lambda q, *a, real=function, **o: made.append((q.shape[1], o)) or real(q, *a, **o),
+        )
+    repeated, again = [], RepeatableDecode.again
     monkeypatch.setattr(
-        module, "attention_decode", lambda q, *a, **o: made.append((q.shape[1], o)) or original(q, *a, **o)
+        RepeatableDecode, "again", lambda *a: repeated.append((a[1].shape[1], again(*a))) or repeated[-1][1]
     )
     _, ours = decoders
-    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static" if cache == "static" else None}
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static" if cache == "static" else None}
+    fast_path.forget()
     ours.generate(tokens(), attention_mask=padding("left"), **options)
     steps = [o for seqlen, o in made if seqlen == 1]
-    assert len(steps) == 2 * 3  # layers and steps after the prompt
     assert all("bias" not in o for o in steps)
+    repeats = [out for seqlen, out in repeated if seqlen == 1]
+    assert all(out is not None for out in repeats)
+    assert len(steps) + len(repeats) == 2 * 5  # layers and steps after the prompt
+    if ours.config.model_type == "llama":
+        assert len(repeats) == 4  # the first step finds out what kind of call it is
+
+
+def test_what_a_mask_keeps(monkeypatch):
+    """Nothing from before the mask was written to, and nothing where a CUDA graph would keep it for later runs."""
+    q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 9, 16)
+    mask = torch.tensor([[3, 9], [1, 7]])[:, None, None]
+
+    def layer(mask):
+        with torch.no_grad():
+            return attention_forward(Layer(), q, k, k, mask, is_causal=True)[0]
+
+    layer(mask)  # the first call of its kind
+    before, other = layer(mask), layer(mask.clone() - 1)
+    assert torch.equal(layer(mask), before)
+    assert not torch.equal(other, before)
+    mask -= 1
+    assert torch.equal(layer(mask), other)
+    # where the mask of the graph's next run may be another, layers compute from it
+    monkeypatch.setattr(sys.modules[attention_forward.__module__], "_is_capturing", lambda t: True)
+    monkeypatch.setattr(RepeatableDecode, "again", lambda *a: pytest.fail("a call of another run was repeated"))
+    assert torch.equal(layer(mask), other)
 
 
 def masks_of_layers(monkeypatch):

@@ -6,9 +6,11 @@ The oracle and the results in plain PyTorch come from the tiled backend on the s
 import pytest
 import torch
 from decode_cases import CASES, MANY_ROWS, NEW_KEYS, DecodeCase, RandomDecodeCase, captured, randn
-from gpu_cases import BACKEND, IS_READY, NAN, ON_GPU, size
+from gpu_cases import BACKEND, DEVICE, IS_READY, NAN, ON_GPU, size
 
 import onepass
+from onepass.api import fast_path
+from onepass.api.repeated import repeatable_decode
 from onepass.ops import partials as partials_ops
 from onepass.testing.budget import compare, compare_lse
 
@@ -159,6 +161,39 @@ def test_graph_of_a_growing_cache_without_synchronisation(heads):
         graph.replay()
         torch.testing.assert_close(out, onepass.attention_decode(**arguments, num_splits=3), rtol=0, atol=0)
         arguments["cache_seqlens"] += 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((8, 2), {}),
+        ((8, 2), {"window": (99, 0)}),
+        ((8, 2), {"seqstart_k": (30, 0), "softcap": 20.0}),
+        ((80, 2), {}),
+        ((80, 2), {"window": (99, 0), "softcap": 20.0}),
+    ],
+    ids=str,
+)
+def test_cache_that_grows(heads, options):
+    """One preparation serves the lengths of many tokens, and another layer that repeats a call gets its bits."""
+    options = {"causal": True, "window": None, "softcap": None, "softmax_scale": None, "seqstart_k": None} | options
+    if options["seqstart_k"] is not None:
+        options["seqstart_k"] = torch.tensor(options["seqstart_k"], dtype=torch.int32, device=DEVICE)
+    q, *caches = randn(2, 1, heads[0], 64), *(randn(2, heads[1], size(300, 90), 64) for _ in range(2))
+    fast_path.forget()
+    for length in range(60, caches[0].shape[2], 7):
+        k_cache, v_cache = (t[:, :, :length].contiguous().transpose(1, 2) for t in caches)
+        own = options | {"cache_seqlens": torch.full((2,), length, dtype=torch.int32, device=DEVICE)}
+        out, _ = check({"q": q, "k_cache": k_cache, "v_cache": v_cache} | own)
+        again, call = repeatable_decode(q, k_cache, v_cache, **own)
+        assert torch.equal(again, out)
+        if call is None:
+            again, call = repeatable_decode(q, k_cache, v_cache, **own)
+            assert torch.equal(again, out)
+        expected = onepass.attention_decode(-q, k_cache, 2 * v_cache, **own)
+        assert torch.equal(call.again(-q, k_cache, 2 * v_cache), expected)
+    # up to 64, 128, 192, 256 and 320 keys, with and without lse, in tiles and of the oracle
+    assert not ON_GPU or fast_path.num_kept() <= 5 * 4
 
 
 @pytest.mark.parametrize("saved", ["k_cache", "v_cache"])

@@ -133,9 +133,11 @@ AREAS = (
                     "onepass/validation/overlap.py",
                     "onepass/problem/decode.py",
                     "onepass/problem/descales.py",
+                    "onepass/api/repeated.py",
                 ),
                 (
                     *DECODING,
+                    "tests/api/test_repeated.py",
                     "tests/api/test_fast_path.py",
                     "tests/api/test_flop_counter.py",
                     "tests/launch/test_decode_launch.py",

@@ -95,6 +95,14 @@ class DecodeLaunch(ABC):
         self._merge(*MergeArguments(*partials, *merged, sinks=sinks, cu_seqlens_q=offsets, num_blocks=blocks))
         return out, lse
 
+    def repeated(self, inputs: DecodeInputs) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """q, k_cache, v_cache -> (out, lse), for calls with all other tensors of `inputs`, one after the other.
+
+        These three have sizes, strides and an alignment like those of `inputs`, and the stream is the current one. lse
+        and the workspace may be those of the call before.
+        """
+        return lambda q, k_cache, v_cache: self(inputs._replace(q=q, k_cache=k_cache, v_cache=v_cache))
+
     @abstractmethod
     def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
         """The forward. Args: q: in place of inputs.q. out, lse: of the call, or partials. sinks: not with partials."""

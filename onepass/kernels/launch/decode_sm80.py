@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...problem import AttentionProblem
+from ...problem import AttentionInputs, AttentionProblem
 from ...problem.decode import DecodeInputs, DecodeProblem
+from ...problem.outputs import empty_outputs
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import ForwardConfigSm80
@@ -21,6 +22,7 @@ from ..config.decode import DecodeConfigSm80
 from ..heuristics.decode import decode_config_sm80, num_splits_sm80
 from . import decode as decode_launch
 from . import modifiers
+from .append import needs_append
 from .arguments import (
     KEYS_OF_A_DESCALE,
     ForwardSm80Arguments,
@@ -37,6 +39,7 @@ from .arguments import (
 )
 from .decode import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
 from .forward_sm80 import grid
+from .merge import merge_blocks
 
 
 def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
@@ -59,7 +62,11 @@ def unsupported(problem: DecodeProblem) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
-    """`decode` for calls of one problem on one device, but for values that are to be checked; holds no tensor."""
+    """`decode` for calls of one problem on one device, but for values that are to be checked; holds no tensor.
+
+    It also serves problems with the same `DecodeProblem.of_rounded_length`, with the same bits.
+    """
+    problem = problem.of_rounded_length
     return decode_launch.prepared(problem, lambda: launch_with(problem, config_of(problem, device), device))
 
 
@@ -102,6 +109,38 @@ class Launch(DecodeLaunch):
         # rows of the workspace are aligned as far as their length allows
         kernel = self.kernel(vector_bytes(q, k_cache, v_cache, *(() if self.is_split else (out,))))
         kernel(*self.arguments(inputs, q, k_cache, v_cache, out, lse, sinks))
+
+    def repeated(self, inputs: DecodeInputs) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        q, k_cache, v_cache = inputs[:3]
+        is_plain = all(t.stride(-1) == 1 and t.dtype.itemsize > 1 for t in inputs[:3])
+        if not is_plain or needs_append(inputs) or self.problem.has_rotary_positions or inputs.sinks is not None:
+            return super().repeated(inputs)
+        out, lse = empty_outputs(self.problem.attention, AttentionInputs(q, k_cache, v_cache))
+        size, strides, dtype = tuple(out.shape), out.stride(), out.dtype
+        written = self.workspace(q) if self.is_split else (out, lse)
+        kernel = self.kernel(vector_bytes(q, k_cache, v_cache, *(() if self.is_split else (out,))))
+        others = self.arguments(inputs, q, k_cache, v_cache, *written, None)[4:]
+        if not self.is_split:
+
+            def run(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+                out = q.new_empty_strided(size, strides, dtype=dtype)
+                kernel(q, k_cache, v_cache, out, *others)
+                return out, lse
+
+            return run
+
+        if self._merge is None:
+            self._merge = compile.get(*self.merge_request())
+        merge, partial_out, partial_lse = self._merge, *written
+        end = lse, None, None, merge_blocks(out, self.num_splits)
+
+        def run_splits(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+            out = q.new_empty_strided(size, strides, dtype=dtype)
+            kernel(q, k_cache, v_cache, partial_out, *others)
+            merge(partial_out, partial_lse, out, *end)
+            return out, lse
+
+        return run_splits
 
     def arguments(
         self,

@@ -57,7 +57,11 @@ def slower(problem: DecodeProblem) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def prepare(problem: DecodeProblem, device: torch.device) -> Callable[[DecodeInputs], tuple[Tensor, Tensor]]:
-    """`decode` for calls of one problem on one device, but for values that are to be checked; holds no tensor."""
+    """`decode` for calls of one problem on one device, but for values that are to be checked; holds no tensor.
+
+    It also serves problems with the same `DecodeProblem.of_rounded_length`, with the same bits.
+    """
+    problem = problem.of_rounded_length
     return decode_launch.prepared(problem, lambda: launch_with(problem, config_of(problem, device), device))
 
 
