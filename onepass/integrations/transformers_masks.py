@@ -123,27 +123,26 @@ def _real_keys(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor
 def _left_padding(attention_mask: Tensor, kv_offset: int, kv_length: int, end: int | Tensor) -> Tensor | None:
     """The form of a causal mask whose rows have padding on the left at most; None if one has padding elsewhere.
 
-    A model that generates asks for each token, with such rows mostly: six small operators answer, where `RealKeys.of`
-    and what follows it take thirty.
+    A model that generates asks for each token, with such rows mostly: two to seven small operators answer, where
+    `RealKeys.of` and what follows it take thirty.
 
     Args: end: of the keys; a cache may have room behind it.
     """
     is_real = attention_mask.bool()[:, kv_offset:]
-    seqlen = is_real.shape[1]
+    batch, seqlen = is_real.shape
     if 0 in is_real.shape or seqlen > kv_length or not (isinstance(end, Tensor) or end == seqlen):
         return None
-    first, count = is_real.view(torch.uint8).argmax(-1), is_real.sum(-1)
-    bounds = [first, count]
+    count = is_real.sum(-1)
     if isinstance(end, Tensor):
-        bounds.append(end.to(first).expand_as(first))
-    firsts, counts, *ends = torch.stack(bounds).tolist()
-    if any(start + number != seqlen for start, number in zip(firsts, counts, strict=True)):
+        count = torch.where(end == seqlen, count, -1)  # which is no count
+    counts = count.tolist()
+    has_slots = isinstance(end, Tensor) or end < kv_length
+    if all(number == seqlen for number in counts):
+        return _ends(count - seqlen, seqlen) if has_slots else count.new_empty((batch, 1, 1, 0))
+    first = is_real.view(torch.uint8).argmax(-1)
+    if any(start + number != seqlen for start, number in zip(first.tolist(), counts, strict=True)):
         return None
-    if any(n != seqlen for row in ends for n in row):
-        return None
-    if isinstance(end, Tensor) or end < kv_length:
-        return torch.stack((first, first + count), -1)[:, None, None]
-    return first[:, None, None, None][..., : 1 if any(firsts) else 0]
+    return _ends(first, seqlen) if has_slots else first[:, None, None, None]
 
 
 class RealKeys(NamedTuple):

@@ -1,6 +1,7 @@
 """transformers models with onepass as their attention agree with eager attention."""
 
 import os
+import random
 import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +17,7 @@ from onepass import reference  # noqa: E402
 from onepass.api import fast_path  # noqa: E402
 from onepass.api.decode import attention_decode  # noqa: E402
 from onepass.api.repeated import RepeatableDecode, repeatable_decode  # noqa: E402
+from onepass.integrations import transformers_masks  # noqa: E402
 from onepass.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
 
 SMALL = {
@@ -390,6 +392,33 @@ def test_single_queries_decode(decoders, cache, monkeypatch):
     assert len(steps) + len(repeats) == 2 * 5  # layers and steps after the prompt
     if ours.config.model_type == "llama":
         assert len(repeats) == 4  # the first step finds out what kind of call it is
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_left_padding_has_the_form_of_the_general_way(seed, monkeypatch):
+    """The few operators that suffice for left padding find what those for any mask find, and leave them the others."""
+    from transformers.masking_utils import causal_mask_function
+
+    draw = random.Random(seed)
+    batch, seqlen = draw.randint(1, 3), draw.randint(1, 8)
+    offset, slots = seqlen - draw.randint(1, min(3, seqlen)), draw.randint(0, 2)
+    mask = torch.ones(batch, seqlen, dtype=torch.bool)
+    for row in mask:
+        place = draw.randint(0, seqlen)
+        kind = draw.choice(["whole", "left", "left", "right", "holes"])
+        row[:place] &= kind != "left"
+        row[place:] &= kind != "right"
+        row[draw.randrange(seqlen)] &= kind != "holes"
+    arguments = {"mask_function": causal_mask_function, "attention_mask": mask}
+    quick = transformers_masks._left_padding
+    for start in (offset, torch.tensor(offset)):
+        forms = []
+        for way in (quick, lambda *a: None):
+            monkeypatch.setattr(transformers_masks, "_left_padding", way)
+            forms.append(padding_mask(batch, seqlen - offset, seqlen + slots, start, **arguments))
+        assert forms[0].shape == forms[1].shape
+        assert forms[0].dtype == forms[1].dtype
+        assert torch.equal(*forms)
 
 
 def test_what_a_mask_keeps(monkeypatch):
