@@ -6,7 +6,9 @@
 generate    transformers' Llama (random weights), greedy, new tokens a second: prompts of 1k and 32k tokens, batch 1 and
             4, with and without padding on the left. Before they are timed, both generate a few tokens while a wait of
             the host inside of onepass's attention function is an error. The first generation of each is timed apart:
-            its cache goes through lengths that the process has not seen (first_s).
+            its cache goes through lengths that the process has not seen (first_s). A dynamic cache grows with each
+            token. With a static one transformers compiles the forward of a token, on a GPU into a CUDA graph, in
+            which nothing can wait.
 train       steps of the same model with SGD: tokens a second at 4k, 16k and 32k.
 diffusion   the blocks of a diffusion transformer (24 heads of 128), forward, 4k to 32k tokens: torch's operators as
             they are, as `torch_sdpa.activate` has them, and FlashAttention-3 where it can be imported.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -72,6 +75,7 @@ class Sizes:
         self.device, self.dtype = ("cpu", torch.float32) if small else ("cuda", torch.bfloat16)
         self.llama = SMALL_LLAMA if small else LLAMA
         self.prompts, self.batches = ([24], [1, 2]) if small else ([1024, 32768], [1, 4])
+        self.caches, self.padding = ["dynamic", "static"], [0, 1]
         self.new_tokens = 8 if small else 512
         self.trained = [32] if small else [4096, 16384, 32768]
         self.tokens_of_a_step = 64 if small else 16384
@@ -185,13 +189,13 @@ def no_waiting_in_attention(device: str) -> Iterator[list[int]]:
 
 def generate(sizes: Sizes, rounds: int, report: Report) -> None:
     model = make_llama(sizes).eval()
-    for prompt in sizes.prompts:
-        for batch in sizes.batches:
-            for padded in (False, True):
-                show(_generated(model, sizes, prompt, batch, padded, rounds), report)
+    for case in itertools.product(sizes.caches, sizes.prompts, sizes.batches, map(bool, sizes.padding)):
+        show(_generated(model, sizes, *case, rounds), report)
 
 
-def _generated(model: Any, sizes: Sizes, prompt: int, batch: int, padded: bool, rounds: int) -> dict[str, Any]:
+def _generated(
+    model: Any, sizes: Sizes, cache: str, prompt: int, batch: int, padded: bool, rounds: int
+) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(prompt + batch)
     tokens = torch.randint(2, sizes.llama["vocab_size"], (batch, prompt), generator=generator)
     mask = torch.ones_like(tokens)
@@ -199,24 +203,28 @@ def _generated(model: Any, sizes: Sizes, prompt: int, batch: int, padded: bool, 
         for b in range(batch):
             mask[b, : prompt // 16 + b * prompt // 8] = 0
     inputs = {"input_ids": (tokens * mask).to(sizes.device), "attention_mask": mask.to(sizes.device)}
+    options: dict[str, Any] = {"do_sample": False, "cache_implementation": None if cache == "dynamic" else cache}
 
     def run(name: str, count: int) -> Tensor:
         model.set_attn_implementation(name)
         with torch.no_grad():
-            found = model.generate(**inputs, do_sample=False, max_new_tokens=count, min_new_tokens=count)
+            found = model.generate(**inputs, **options, max_new_tokens=count, min_new_tokens=count)
         return found[:, prompt:]
 
     first = min(8, sizes.new_tokens)
     few = {TORCH: run(TORCH, first)}
     run(OURS, first)  # compiles
-    with no_waiting_in_attention(sizes.device) as watched:
+    if cache == "dynamic":
+        with no_waiting_in_attention(sizes.device) as watched:
+            few[OURS] = run(OURS, first)
+        assert len(watched) == first * sizes.llama["num_hidden_layers"], len(watched)
+    else:
         few[OURS] = run(OURS, first)
-    assert len(watched) == first * sizes.llama["num_hidden_layers"], len(watched)
     same = float((few[TORCH] == few[OURS]).float().mean())
     calls: dict[str, Callable[[], Any]] = {name: lambda n=name: run(n, sizes.new_tokens) for name in few}  # type: ignore[misc]
     first_s = {name: times[0] for name, times in in_turns(calls, 1, sizes.device).items()}
     seconds = in_turns(calls, rounds, sizes.device)
-    case = {"prompt": prompt, "batch": batch, "padded": padded, "new_tokens": sizes.new_tokens}
+    case = {"cache": cache, "prompt": prompt, "batch": batch, "padded": padded, "new_tokens": sizes.new_tokens}
     more = {"waits_in_attention": 0, "same_first_tokens": round(same, 3), "first_s": first_s}
     return row_of("generate", case, seconds, batch * sizes.new_tokens, **more)
 
@@ -354,13 +362,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=3, help="how often each contender is timed in each case")
     parser.add_argument("--prompts", type=int, nargs="+", help="tokens of the prompts to generate from")
+    parser.add_argument("--batches", type=int, nargs="+", help="numbers of prompts")
+    parser.add_argument("--caches", choices=("dynamic", "static"), nargs="+", help="of transformers")
+    parser.add_argument("--padding", type=int, choices=(0, 1), nargs="+", help="1: prompts of different lengths")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--first-step-of", choices=(OURS, TORCH), help=argparse.SUPPRESS)
     grid.add_out(parser, "models.json")
     options = parser.parse_args(argv)
     sizes = Sizes(options.small)
-    if options.prompts:
-        sizes.prompts = options.prompts
+    for name in ("prompts", "batches", "caches", "padding"):
+        if (given := getattr(options, name)) is not None:
+            setattr(sizes, name, given)
     if options.first_step_of:
         print(json.dumps(first_step(sizes, options.first_step_of)))
         return 0
