@@ -120,6 +120,12 @@ class Run:
             self.collect(process)
 
 
+def write(path: Path, header: dict, rows: list[dict]) -> None:
+    """A results file with a line for each case."""
+    lines = ",\n".join(map(json.dumps, rows))
+    path.write_text(f'{{"schema_version": {SCHEMA_VERSION}, "header": {json.dumps(header)}, "rows": [\n{lines}\n]}}\n')
+
+
 def show(rows: list[dict]) -> None:
     for tests, seed in sorted({(row["tests"], row["seed"]) for row in rows}):
         counts = collections.Counter(r["outcome"] for r in rows if (r["tests"], r["seed"]) == (tests, seed))
@@ -151,8 +157,7 @@ def main() -> None:
     finally:
         run.end()
         rows.sort(key=lambda row: (row["tests"], row["seed"], row["case"]))
-        report = {"schema_version": SCHEMA_VERSION, "header": describe("cuda") | {"cases": options.cases}, "rows": rows}
-        options.results.write_text(json.dumps(report, indent=0))
+        write(options.results, describe("cuda") | {"cases": options.cases}, rows)
     print(f"not started: {len(waiting)} test functions")
     show(rows)
 
