@@ -56,7 +56,7 @@ def test_wrong_results_are_not_timed(one_rank, monkeypatch):
     """A contender that is off beside one device is a failure, and so is the run."""
     right = distributed.attention
     monkeypatch.setattr(contenders.distributed, "attention", lambda *a, **k: _scaled(right(*a, **k)))
-    args = argparse.Namespace(rounds=1, sample_ms=0.1, peers=0, out=None)
+    args = argparse.Namespace(activity=False, rounds=1, sample_ms=0.1, peers=0, out=None)
     case = suite.ContextCase("causal", 4, 2, 20, "fwd", 16)
     row = suite.measure(case, args, one_rank)
     assert set(row["contenders"]) == {"one device"}

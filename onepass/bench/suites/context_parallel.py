@@ -15,6 +15,8 @@ On GPUs each rank takes the GPU of its LOCAL_RANK and NCCL; on a CPU gloo. A row
 - peak_bytes: the inputs and the most memory beside them, of the rank that needs most, without what "copies" publish;
   peak_limit_bytes: one device's divided by P, and two of 16 chunks of all keys and values.
 - received_bytes: what the rank that receives most receives, by the estimate of the plan.
+- activity, with --activity: what the first rank's GPU does during one more call (`onepass.bench.activity`), in
+  milliseconds and as a picture.
 
 onepass has a contender for each engine, and on GPUs also one that reads rows by copies (the plan's transport). A row's
 "skipped" says why a peer does not take the case. Rank 0 alone prints, and writes the results file.
@@ -40,6 +42,7 @@ from torch import Tensor
 
 from ...distributed.layout import Run, visible_pairs
 from ...problem import Mask
+from .. import activity
 from ..flops import flops_of_pairs
 from ..machine import describe
 from ..rows import Report, Row, reason_of
@@ -291,7 +294,7 @@ def make_tensors(case: ContextCase, ranks: Ranks) -> list[Tensor]:
 
 
 def measure(case: ContextCase, args: argparse.Namespace, ranks: Ranks) -> Row:
-    """The row of a case. All ranks call it and return equal rows."""
+    """The row of a case. All ranks call it and return equal rows, but for the activity of their GPUs."""
     tensors = make_tensors(case, ranks)
     row: Row = {
         "case": case.label,
@@ -340,7 +343,18 @@ def measure(case: ContextCase, args: argparse.Namespace, ranks: Ranks) -> Row:
     samplers = {name: (lambda one=one: one.sample(ranks)) for name, one in prepared.items()}
     samples = measure_interleaved(samplers, rounds=args.rounds, seed=case.tokens, warms_up=False)
     fill(row, case, samples, prepared, locals_of, ranks.size)
+    if args.activity and ranks.device.type == "cuda":
+        for name in locals_of:
+            add_activity(row["contenders"][name], prepared[name], ranks)
     return row
+
+
+def add_activity(entry: dict[str, Any], prepared: Prepared, ranks: Ranks) -> None:
+    """Record one call of a contender on each rank, and write what the GPU of the first rank does."""
+    with prepared.surroundings():
+        ranks.wait()
+        found = activity.record(prepared.work)
+    entry["activity"] = {"ms": activity.summary(found), "picture": activity.picture(found)}
 
 
 def fill(
@@ -386,6 +400,9 @@ def in_short(row: Row) -> list[str]:
         lines.append(
             f"  {name:34s} {entry['ms']:10.3f} ms {entry['tflops_per_device']:8.3g} TFLOP/s a device{shares}{peak}"
         )
+        if "activity" in entry:
+            lines += [f"    {line}" for line in entry["activity"]["picture"]]
+            lines.append("    " + ", ".join(f"{key} {ms:.3g} ms" for key, ms in entry["activity"]["ms"].items()))
     lines += [f"  FAILED {name}: {reason}" for name, reason in row["failed"].items()]
     if row["skipped"]:
         lines.append(f"  not measured: {', '.join(row['skipped'])}")
@@ -399,6 +416,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="how often each contender is timed in each case")
     parser.add_argument("--sample-ms", type=float, default=SAMPLE_MS, help="length of each timing")
     parser.add_argument("--peers", type=int, default=1, choices=(0, 1), help="0: onepass and one device alone")
+    parser.add_argument("--activity", action="store_true", help="on GPUs: record what the first one does in a call")
     parser.add_argument("--smoke", action="store_true", help="a few small cases")
     parser.add_argument("--out", type=Path, default=None, help="results file, JSON, written row by row")
     args = parser.parse_args(argv)
