@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
@@ -193,13 +194,18 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_peak_memory_sees_a_known_allocation():
+def test_peak_memory_sees_a_known_allocation(monkeypatch):
+    samples, memory_info = [], psutil.Process.memory_info
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: samples.append(1) or memory_info(self))
+
     def freed_at_once():
         torch.ones(64 * 2**20, dtype=torch.uint8)
 
     def freed_after_some_samples():
         block = torch.ones(64 * 2**20, dtype=torch.uint8)
-        time.sleep(0.1)  # a busy machine may not run the thread that samples every ms for some tens of ms
+        enough, deadline = len(samples) + 2, time.monotonic() + 30
+        while len(samples) < enough and time.monotonic() < deadline:  # a busy machine may not run the thread for long
+            time.sleep(1e-3)
         del block
 
     for measure, work in (
