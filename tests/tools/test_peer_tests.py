@@ -95,6 +95,7 @@ def test_each_value_of_each_parameter_is_met_equally_often(outcomes):
     assert {tuple(name[:2]) for name in names} == {("4", "8"), ("8", "4"), ("1", "5")}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_another_ended(outcomes, tmp_path):
     """Of one function, what has run counts, and does not run again; each outcome is written as it comes."""
     names = [node.split("::")[1] for node in outcomes["test_sampled"]]
