@@ -97,7 +97,7 @@ def test_each_value_of_each_parameter_is_met_equally_often(outcomes):
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_another_ended(outcomes, tmp_path):
-    """Of one function, what has run counts, and does not run again; each outcome is written as it comes."""
+    """One function alone: what has run counts and does not run again, and each outcome is written as it comes."""
     names = [node.split("::")[1] for node in outcomes["test_sampled"]]
     (tmp_path / "done.json").write_text(json.dumps(names[:3]))
     lines = tmp_path / "lines"
