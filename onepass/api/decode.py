@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import choice, decode
+from ..dispatch.backends import Forward
 from ..geometry import splits
 from ..ops import decode as decode_ops
 from ..ops import without_backward
@@ -69,7 +70,7 @@ def autocast_rows(k_cache: Any, *rows: Any) -> tuple[Any, ...]:
     return tuple(autocast_inputs(t)[0] if isinstance(t, Tensor) else t for t in rows)
 
 
-def key_of_call(
+def find_kept(
     inputs: DecodeInputs,
     window: Window | None,
     causal: bool,
@@ -82,8 +83,14 @@ def key_of_call(
     kv_block: int | None = None,
     max_seqlen_q: int | None = None,
     backend: str | None = None,
-) -> tuple | None:
-    """The key of a call on the fast path; None if it must be treated as a first call. Args: as `attention_decode`."""
+) -> tuple[Forward | None, tuple]:
+    """The forward that an earlier call like this one has left, and the keys under which this one may leave its own.
+
+    A cache to which torch.cat adds each token has another length and other strides in each step. What a call over it
+    has left is also found by its rounded length, under a second key.
+
+    Args: as `attention_decode`. Returns: no keys for a call that must be treated as a first call.
+    """
     options = (
         causal,
         softcap,
@@ -100,13 +107,23 @@ def key_of_call(
     key = fast_path.key_of("attention_decode", tensors, window, options)
     k_cache, v_cache = inputs.k_cache, inputs.v_cache
     if key is None or k_cache is None or v_cache is None:
-        return None
+        return None, ()
+    # validation looks at these, too
+    addresses = (k_cache.data_ptr() | v_cache.data_ptr()) % 16
+    exact = *key, k_cache.stride(), v_cache.stride(), addresses
+    forward = fast_path.find(exact)
+    if forward is not None:
+        return forward, (exact,)
     # as in `DecodeProblem.of_rounded_length`; new keys are checked for memory that caches share, by their strides
     may_grow = inputs.k_new is inputs.page_table is inputs.cu_seqlens_q is kv_block is split_size is None
     may_grow = may_grow and (inputs.modifiers is None or inputs.modifiers.bias is None)
     # on a CPU the backend of a call with a window depends on the length
     may_grow = may_grow and (window is None or k_cache.is_cuda)
-    return fast_path.with_caches(key, k_cache, v_cache, may_grow)
+    rounded = fast_path.of_rounded_length(key, k_cache, v_cache) if may_grow else None
+    if rounded is None:
+        return None, (exact,)
+    rounded = *rounded, addresses
+    return fast_path.find(rounded), (exact, rounded)
 
 
 @overload
@@ -268,9 +285,9 @@ def attention_decode(
     if not (seqstart_k is key_ranges is q_positions is alibi_slopes is bias is rows_q is rows_k is None):
         inputs = inputs.with_modifiers((seqstart_k, key_ranges, q_positions, alibi_slopes, bias, rows_q, rows_k))
     most_queries = None if max_seqlen_q is None else few_queries(max_seqlen_q, cu_seqlens_q)
-    key = None
+    keys: tuple = ()
     if check_values is False:
-        key = key_of_call(
+        forward, keys = find_kept(
             inputs,
             window,
             causal,
@@ -284,7 +301,6 @@ def attention_decode(
             most_queries,
             backend,
         )
-        forward = fast_path.find(key)
         if forward is not None:
             out, lse = forward(inputs)
             return AttentionOutput(out, lse) if return_lse else out
@@ -309,9 +325,11 @@ def attention_decode(
     out, lse = decode_ops.run(problem, inputs.detached() if sources else inputs, choice.backend_argument(name, backend))
     if sources:
         out, lse = without_backward.in_graph_of(sources, out, lse)
-    if key is not None:
+    if keys:
         forward = decode.prepare_decode(name, problem, q.device)
-        fast_path.keep(key, with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward)
+        forward = with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward
+        for key in keys:
+            fast_path.keep(key, forward)
     return AttentionOutput(out, lse) if return_lse else out
 
 

@@ -68,24 +68,21 @@ def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options:
     return function, tuple(seen), window, options, tuple(map(type, window + options)), choice.current_outside_compile()
 
 
-def with_caches(key: tuple, k_cache: Tensor, v_cache: Tensor, may_grow: bool) -> tuple:
-    """The key of a call of `attention_decode`: with what validation looks at in its caches beside shapes and dtypes.
+def of_rounded_length(key: tuple, k_cache: Tensor, v_cache: Tensor) -> tuple | None:
+    """A key of a call of `attention_decode` for all caches of one `rounded_length`, whatever their strides are.
 
-    Args:
-        key: of the same call, in whose inputs the caches come second and third.
-        may_grow: what is prepared for the call serves caches of other lengths, too. A cache to which torch.cat adds
-            each token has another length and other strides in each step: such caches have one key for all lengths of
-            one `rounded_length`.
+    Args: key: of `key_of`, for inputs in which the caches come second and third.
+    Returns: None if validation has to look at the strides.
     """
     k_shape, v_shape, k_strides, v_strides = k_cache.shape, v_cache.shape, k_cache.stride(), v_cache.stride()
-    addresses = (k_cache.data_ptr() | v_cache.data_ptr()) % 16
-    if may_grow and len(k_shape) == len(v_shape) == 4 and k_shape[1] == v_shape[1]:
-        steps = k_strides[0] | k_strides[1] | k_strides[2] | v_strides[0] | v_strides[1] | v_strides[2]
-        if steps * k_cache.element_size() % 16 == 0 and k_strides[3] == v_strides[3] == 1:
-            function, (q, k, v, *others), *rest = key
-            grown = rounded_length(k_shape[1]), k_shape[0], k_shape[2:], v_shape[0], v_shape[2:], k[1:], v[1:]
-            return function, q, grown, *others, addresses, *rest
-    return *key, k_strides, v_strides, addresses
+    if not len(k_shape) == len(v_shape) == 4 or k_shape[1] != v_shape[1]:
+        return None
+    steps = k_strides[0] | k_strides[1] | k_strides[2] | v_strides[0] | v_strides[1] | v_strides[2]
+    if steps * k_cache.element_size() % 16 or not k_strides[3] == v_strides[3] == 1:
+        return None
+    function, (q, k, v, *others), *rest = key
+    caches = rounded_length(k_shape[1]), k_shape[0], k_shape[2:], v_shape[0], v_shape[2:], k[1:], v[1:]
+    return function, q, caches, *others, *rest
 
 
 def is_observed() -> bool:
@@ -123,5 +120,5 @@ def forget() -> None:
 
 
 def num_kept() -> int:
-    """The number of calls whose forward is kept."""
-    return len(_forwards)
+    """The number of forwards that are kept, each under one or two keys."""
+    return len({id(forward) for forward in _forwards.values()})
