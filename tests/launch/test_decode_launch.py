@@ -155,6 +155,47 @@ def test_kernels(launched, name, module):
     assert [request[0] for request, _ in launched] == names_of(name, module)
 
 
+@pytest.mark.parametrize(("name", "module"), LAUNCHES)
+@pytest.mark.parametrize("start", [None, (3, 0)])
+def test_a_repeated_call_launches_what_a_call_of_its_own_does(launched, name, module, start):
+    given, options, _ = CALLS[name]
+    if start is not None and (module is decode_launch_sm90 or given.get("is_packed")):
+        pytest.skip("the kernel takes no such calls")
+    inputs, other = inputs_of(**given), inputs_of(**given)
+    if start is not None:
+        inputs = inputs.with_modifiers((torch.tensor(start, dtype=INT32), *(None,) * 6))
+    problem = check_decode(inputs, **(OPTIONS | options))
+    launch = module.prepare(problem, torch.device("cpu"))
+    run = launch.repeated(inputs)
+    launched.clear()
+    out, lse = run(*other[:3])
+    repeated = list(launched)
+    launched.clear()
+    expected_out, expected_lse = launch(inputs._replace(q=other.q, k_cache=other.k_cache, v_cache=other.v_cache))
+    for found, expected in ((out, expected_out), (lse, expected_lse)):
+        assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert [arguments_of(call) for call in repeated] == [arguments_of(call) for call in launched]
+    results = [arguments for _, arguments in repeated][-1]
+    assert any(t is out for t in results) or problem.attention.is_packed
+
+
+def arguments_of(call):
+    """The arguments of a launch, and in place of a tensor its form; of the caches also the place."""
+
+    def described(value):
+        if not isinstance(value, torch.Tensor):
+            return described_all(value) if isinstance(value, tuple) else value
+        return value.shape, value.stride(), value.dtype, value.data_ptr() % 16
+
+    def described_all(values):
+        return tuple(described(value) for value in values)
+
+    (name, *_), arguments = call
+    # q may have been rotated; e4m3 caches are views
+    given = [t.data_ptr() for t in arguments[1:3]] if name in ("decode_sm80", "decode") else []
+    return name, given, described_all(arguments)
+
+
 def test_caches_that_tma_cannot_read(launched):
     """Validation sees that TMA cannot read a cache, unless it has only the strides."""
     inputs = inputs_of()

@@ -113,7 +113,8 @@ class Launch(DecodeLaunch):
     def repeated(self, inputs: DecodeInputs) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
         q, k_cache, v_cache = inputs[:3]
         is_plain = all(t.stride(-1) == 1 and t.dtype.itemsize > 1 for t in inputs[:3])
-        if not is_plain or needs_append(inputs) or self.problem.has_rotary_positions or inputs.sinks is not None:
+        is_plain = is_plain and not self.problem.attention.is_packed and inputs.sinks is None
+        if not is_plain or needs_append(inputs) or self.problem.has_rotary_positions:
             return super().repeated(inputs)
         out, lse = empty_outputs(self.problem.attention, AttentionInputs(q, k_cache, v_cache))
         size, strides, dtype = tuple(out.shape), out.stride(), out.dtype
