@@ -280,7 +280,10 @@ class _Lengths:
     def __init__(self, mask: Tensor | None, options: tuple):
         """Args: mask: int64 (batch, 1, 1, up to 2), or None; with any other nothing is kept. options: of this layer."""
         self.mask, self.options = mask, options
-        self.num_bounds = 0 if mask is None else mask.shape[-1]
+
+    @property
+    def num_bounds(self) -> int:
+        return 0 if self.mask is None else self.mask.shape[-1]
 
     def bound(self, number: int) -> Tensor:
         """Bound `number` of each row."""

@@ -697,6 +697,10 @@ def test_a_mask_of_three_dimensions_is_refused():
 
     with pytest.raises(NotImplementedError, match="attention_mask"):
         padding_mask(1, 9, 9, mask_function=masking_utils.causal_mask_function, attention_mask=torch.ones(1, 9, 9))
+    q = torch.randn(1, 2, 9, 8)
+    for shape in ((), (9,), (1, 9, 9)):
+        with pytest.raises(NotImplementedError, match="attention_mask: expected None, .* got shape"):
+            attention_forward(Layer(), q, q, q, torch.ones(shape, dtype=torch.bool), is_causal=True)
 
 
 def test_positions_are_not_read_where_a_mask_says_that_all_tokens_are_real(monkeypatch):
