@@ -699,7 +699,7 @@ def test_a_mask_of_three_dimensions_is_refused():
         padding_mask(1, 9, 9, mask_function=masking_utils.causal_mask_function, attention_mask=torch.ones(1, 9, 9))
     q = torch.randn(1, 2, 9, 8)
     for shape in ((), (9,), (1, 9, 9)):
-        with pytest.raises(NotImplementedError, match="attention_mask: expected None, .* got shape"):
+        with pytest.raises(NotImplementedError, match=r"attention_mask: expected None, .* got shape"):
             attention_forward(Layer(), q, q, q, torch.ones(shape, dtype=torch.bool), is_causal=True)
 
 
