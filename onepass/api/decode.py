@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -70,39 +70,29 @@ def autocast_rows(k_cache: Any, *rows: Any) -> tuple[Any, ...]:
     return tuple(autocast_inputs(t)[0] if isinstance(t, Tensor) else t for t in rows)
 
 
-def find_kept(
-    inputs: DecodeInputs,
-    window: Window | None,
-    causal: bool,
-    softcap: float | None,
-    softmax_scale: float | None,
-    num_splits: int | None = None,
-    split_size: int | None = None,
-    rotary_interleaved: bool = False,
-    return_lse: bool = False,
-    kv_block: int | None = None,
-    max_seqlen_q: int | None = None,
-    backend: str | None = None,
-) -> tuple[Forward | None, tuple]:
+class KeyOptions(NamedTuple):
+    """The options of a call that are in its key as they are given. See `attention_decode`."""
+
+    causal: bool
+    softcap: float | None
+    softmax_scale: float | None
+    num_splits: int | None = None
+    split_size: int | None = None
+    rotary_interleaved: bool = False
+    return_lse: bool = False
+    kv_block: int | None = None
+    max_seqlen_q: int | None = None
+    backend: str | None = None
+
+
+def find_kept(inputs: DecodeInputs, window: Window | None, options: KeyOptions) -> tuple[Forward | None, tuple]:
     """The forward that an earlier call like this one has left, and the keys under which this one may leave its own.
 
     A cache to which torch.cat adds each token has another length and other strides in each step. What a call over it
     has left is also found by its rounded length, under a second key.
 
-    Args: as `attention_decode`. Returns: no keys for a call that must be treated as a first call.
+    Returns: no keys for a call that must be treated as a first call.
     """
-    options = (
-        causal,
-        softcap,
-        softmax_scale,
-        num_splits,
-        split_size,
-        rotary_interleaved,
-        return_lse,
-        kv_block,
-        max_seqlen_q,
-        backend,
-    )
     tensors: Any = inputs.tensors if inputs.is_modified else inputs
     key = fast_path.key_of("attention_decode", tensors, window, options)
     k_cache, v_cache = inputs.k_cache, inputs.v_cache
@@ -115,7 +105,9 @@ def find_kept(
     if forward is not None:
         return forward, (exact,)
     # as in `DecodeProblem.of_rounded_length`; new keys are checked for memory that caches share, by their strides
-    may_grow = inputs.k_new is inputs.page_table is inputs.cu_seqlens_q is kv_block is split_size is None
+    may_grow = (
+        inputs.k_new is inputs.page_table is inputs.cu_seqlens_q is options.kv_block is options.split_size is None
+    )
     may_grow = may_grow and (inputs.modifiers is None or inputs.modifiers.bias is None)
     # on a CPU the backend of a call with a window depends on the length
     may_grow = may_grow and (window is None or k_cache.is_cuda)
@@ -287,9 +279,7 @@ def attention_decode(
     most_queries = None if max_seqlen_q is None else few_queries(max_seqlen_q, cu_seqlens_q)
     keys: tuple = ()
     if check_values is False:
-        forward, keys = find_kept(
-            inputs,
-            window,
+        options = KeyOptions(
             causal,
             softcap,
             softmax_scale,
@@ -301,6 +291,7 @@ def attention_decode(
             most_queries,
             backend,
         )
+        forward, keys = find_kept(inputs, window, options)
         if forward is not None:
             out, lse = forward(inputs)
             return AttentionOutput(out, lse) if return_lse else out

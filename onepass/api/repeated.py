@@ -61,7 +61,7 @@ def repeatable_decode(
         inputs = DecodeInputs(q, k_cache, v_cache, cache_seqlens)
         if seqstart_k is not None:
             inputs = inputs.with_modifiers((seqstart_k, *(None,) * 6))
-        forward, _ = decode.find_kept(inputs, window, causal, softcap, softmax_scale)
+        forward, _ = decode.find_kept(inputs, window, decode.KeyOptions(causal, softcap, softmax_scale))
         if forward is not None:
             run = _repeating(forward, inputs)
             return run(q, k_cache, v_cache)[0], RepeatableDecode(run, _kind_of(q, k_cache, v_cache))

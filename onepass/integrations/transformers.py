@@ -283,6 +283,7 @@ class _Lengths:
 
     @property
     def num_bounds(self) -> int:
+        """How many bounds of each row the mask has."""
         return 0 if self.mask is None else self.mask.shape[-1]
 
     def bound(self, number: int) -> Tensor:

@@ -409,7 +409,7 @@ def test_options_of_decoding_that_change_no_value_here_have_calls_of_their_own(c
 
 @pytest.mark.parametrize(("window", "first_calls"), [(None, 3), ((99, 0), 140)])
 def test_a_growing_cache_stays_on_the_fast_path(window, first_calls, count_decode):
-    """As torch.cat makes it: with another length and other strides at each token. A window may need another backend."""
+    """A cache made by torch.cat has another length at each token; with a window, another backend may have to run."""
     q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 140, 16), torch.randn(2, 2, 140, 16)
     for length in range(1, 141):
         k_cache, v_cache = (t[:, :, :length].contiguous().transpose(1, 2) for t in (k, v))

@@ -396,7 +396,7 @@ def test_single_queries_decode(decoders, cache, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_left_padding_has_the_form_of_the_general_way(seed, monkeypatch):
-    """The few operators that suffice for left padding find what those for any mask find, and leave them the others."""
+    """The short way for left padding finds what the general way finds, and leaves all other masks to it."""
     from transformers.masking_utils import causal_mask_function
 
     draw = random.Random(seed)
@@ -422,7 +422,7 @@ def test_left_padding_has_the_form_of_the_general_way(seed, monkeypatch):
 
 
 def test_what_a_mask_keeps(monkeypatch):
-    """Nothing from before the mask was written to, and nothing where a CUDA graph would keep it for later runs."""
+    """A mask forgets what it kept when it is written to, and keeps nothing for the later runs of a CUDA graph."""
     q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 9, 16)
     mask = torch.tensor([[3, 9], [1, 7]])[:, None, None]
 

@@ -97,7 +97,7 @@ def test_each_value_of_each_parameter_is_met_equally_often(outcomes):
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_another_ended(outcomes, tmp_path):
-    """One function alone: what has run counts and does not run again, and each outcome is written as it comes."""
+    """Cases that have run count and do not run again; only the named function runs; each outcome is written at once."""
     names = [node.split("::")[1] for node in outcomes["test_sampled"]]
     (tmp_path / "done.json").write_text(json.dumps(names[:3]))
     lines = tmp_path / "lines"
@@ -111,7 +111,7 @@ def test_a_run_goes_on_where_another_ended(outcomes, tmp_path):
 
 @pytest.mark.slow
 def test_processes_side_by_side(tmp_path, monkeypatch):
-    """One function after the other on CPUs that stand in for two GPUs, and those that need one alone at the end."""
+    """Functions that need a GPU alone run last, all outcomes are in the file, and a second run changes nothing."""
     monkeypatch.syspath_prepend(str(HERE))
     import run_peer_tests
 
