@@ -16,10 +16,27 @@ WIDE = torch.complex128, torch.int64, torch.int32  # 16, 8 and 4 bytes
 
 
 class Message(NamedTuple):
-    """A tensor of any strides that goes to a rank of the group."""
+    """A tensor of any strides that goes to a rank of the group. Attributes: rows: those that go, None for all."""
 
     rank: int
     tensor: Tensor
+    rows: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape) if self.rows is None else (self.rows.numel(), *self.tensor.shape[1:])
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return math.prod(self.shape) * self.tensor.itemsize
+
+    def write(self, place: Tensor) -> None:
+        """Write what goes into a contiguous tensor."""
+        if self.rows is None:
+            place.copy_(self.tensor)
+        else:
+            torch.index_select(self.tensor, 0, self.rows, out=place)
 
 
 class Expected(NamedTuple):
@@ -75,21 +92,21 @@ def exchange(group: Any, sends: Sequence[Message], receives: Sequence[Expected],
     Two ranks give those between them in the same order. Raises: what `Pending.wait` raises.
     """
     num_ranks = dist.get_world_size(group)
-    sizes = [message.tensor.numel() * message.tensor.itemsize for message in sends]
     outgoing, incoming = [0] * num_ranks, [0] * num_ranks
-    for (rank, _), size in zip(sends, sizes, strict=True):
-        outgoing[rank] += size
+    for message in sends:
+        outgoing[message.rank] += message.size
     for rank, shape, dtype in receives:
         incoming[rank] += math.prod(shape) * dtype.itemsize
     packed, flat = (torch.empty(sum(of_ranks), dtype=torch.uint8, device=device) for of_ranks in (outgoing, incoming))
-    spans = _spans([(message.rank, size) for message, size in zip(sends, sizes, strict=True)])
-    for (start, size), (_, tensor) in zip(spans, sends, strict=True):
-        piece = packed[start : start + size]
-        if start % tensor.itemsize:
-            # a clone: a tensor of one element counts as contiguous whatever its strides are
-            piece.copy_(tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8))
+    spans = _spans([(message.rank, message.size) for message in sends])
+    for (start, size), message in zip(spans, sends, strict=True):
+        piece, dtype = packed[start : start + size], message.tensor.dtype
+        if start % dtype.itemsize:
+            aligned = torch.empty(message.shape, dtype=dtype, device=device)
+            message.write(aligned)
+            piece.copy_(aligned.view(-1).view(torch.uint8))
         else:
-            piece.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            message.write(piece.view(dtype).view(message.shape))
     ranks = sorted({message.rank for message in sends} | {expected.rank for expected in receives})
     words = f"messages between this rank and ranks {ranks} of its group to arrive"
     with in_words(words):
@@ -116,10 +133,16 @@ def words(t: Tensor) -> Tensor:
 
 def copy(target: Tensor, source: Tensor) -> None:
     """Copy the bytes of a tensor. The dtypes may be words of different sizes."""
-    if target.dtype != source.dtype:
-        narrow = min(target.dtype, source.dtype, key=lambda dtype: dtype.itemsize)
-        target, source = target.view(narrow), source.view(narrow)
+    target, source = alike(target, source)
     target.copy_(source)
+
+
+def alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Tensors of words, with words of equal size."""
+    if a.dtype == b.dtype:
+        return a, b
+    narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    return a.view(narrow), b.view(narrow)
 
 
 def _fits(t: Tensor, wide: torch.dtype) -> bool:

@@ -22,27 +22,14 @@ from ..validation.scalars import check_flag, check_int, check_real
 from . import agreement
 from .cost import Estimate, Hardware, estimate, report
 from .layout import LAYOUTS, LayoutName, Run, documents, make_layout
-from .schedule import Piece, Schedule, Segment, Step, make_steps, steps_over_heads
+from .routes import Route
+from .schedule import Schedule, Segment, Step, make_steps, steps_over_heads
 from .shards import Gather
 
 Engine = Literal["heads", "keys"] | int
 Transport = Literal["messages", "copies"]
 CHUNKS = (16, 8, 4, 2, 1)  # from which `plan` chooses
 AS_FAST = 1.02  # of two numbers of steps whose times differ less, the greater one is chosen: its buffers are smaller
-
-
-class Route(NamedTuple):
-    """The rows of one step that concern one rank.
-
-    Attributes:
-        incoming: pieces of this rank's buffer.
-        outgoing: for each rank that computes with rows of this one, the pieces of its buffer that come from here.
-        travels: whether rows go from any rank to another one; all ranks of the group know it alike.
-    """
-
-    incoming: list[Piece]
-    outgoing: list[tuple[int, list[Piece]]]
-    travels: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,21 +158,19 @@ class ContextPlan:
         """What this rank computes in a step."""
         return self._once(("segments", step.width), lambda: self.schedule.segments(step, self.rank))
 
-    def query_route(self, step: Step) -> Route:
+    def query_route(self, step: Step, device: torch.device) -> Route:
         """How rows of q travel in a step."""
-        return self._once(("queries", step.width), lambda: self._route(step, self.schedule.query_pieces))
+        return self._route(("queries", step.width), step, self.schedule.query_pieces, device)
 
-    def key_route(self, step: Step) -> Route:
+    def key_route(self, step: Step, device: torch.device) -> Route:
         """How rows of k and v travel in a step."""
-        return self._once(("keys", step.width), lambda: self._route(step, self.schedule.key_pieces))
+        return self._route(("keys", step.width), step, self.schedule.key_pieces, device)
 
-    def _route(self, step: Step, pieces_of: Any) -> Route:
-        pieces_of_ranks = [(rank, pieces_of(step, rank)) for rank in range(self.num_ranks)]
-        outgoing = (
-            (rank, [piece for piece in pieces if piece.source == self.rank]) for rank, pieces in pieces_of_ranks
-        )
-        travels = any(piece.source != rank for rank, pieces in pieces_of_ranks for piece in pieces)
-        return Route(pieces_of_ranks[self.rank][1], [(rank, pieces) for rank, pieces in outgoing if pieces], travels)
+    def _route(self, key: Any, step: Step, pieces_of: Any, device: torch.device) -> Route:
+        def make() -> Route:
+            return Route.of([pieces_of(step, rank) for rank in range(self.num_ranks)], self.rank, device)
+
+        return self.on_device(key, device, make)
 
     def _once(self, key: Any, make: Any) -> Any:
         found = self._kept.get(key)
@@ -194,7 +179,7 @@ class ContextPlan:
         return found
 
     def on_device(self, key: Any, device: torch.device, make: Any) -> Any:
-        """A tensor that depends on the plan and on the device alone, made once."""
+        """What depends on the plan and on the device alone, made once."""
         return self._once((key, device), make)
 
     def for_call(self, counts_rows: bool, counts_from_end: bool, is_fp8: bool) -> ContextPlan:

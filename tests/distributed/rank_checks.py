@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import onepass
 from onepass import distributed, reference
-from onepass.distributed import copies, cost, local
+from onepass.distributed import copies, cost, local, shipments
 from onepass.distributed.exchange import Expected, Message, exchange, gather
 
 engine = importlib.import_module("onepass.distributed.attention")  # the package has a function of this name
@@ -274,7 +274,7 @@ def largest_buffers(rank: int, chunks: int) -> tuple[int, int]:
     alive: dict[int, int] = {}
     numbers = itertools.count()
     most = [0]
-    right = engine.exchange
+    right = shipments.exchange
 
     def watching(*args: Any) -> Any:
         pending = right(*args)
@@ -284,11 +284,11 @@ def largest_buffers(rank: int, chunks: int) -> tuple[int, int]:
         most[0] = max(most[0], sum(alive.values()))
         return pending
 
-    engine.exchange = watching
+    shipments.exchange = watching
     try:
         distributed.attention(*leaves, plan)
     finally:
-        engine.exchange = right
+        shipments.exchange = right
     return most[0], 2 * 512 * 16 * 16 * 4
 
 
@@ -309,6 +309,37 @@ def messages_of_any_place(rank: int) -> None:
         found = exchange(dist.group.WORLD, sends[first:], receives[first:], torch.device("cpu")).wait()
         for t, right in zip(found, sent[first:], strict=True):
             assert torch.equal(t, right - rank + other if right.numel() else right)
+
+
+class AllOperations(TorchDispatchMode):
+    """Counts torch's operations. Attributes: count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations(rank: int, tokens: int) -> tuple[int, int, int]:
+    """A rank's runs of tokens, and the operations of a forward and of a backward beside its own calls."""
+    plan = distributed.plan(tokens, layout="cyclic", engine="keys", chunks=1, num_heads_q=2, num_heads_kv=2)
+    leaves = [plan.shard(t, 1).requires_grad_() for t in qkv(tokens, 2, 2)]
+    right = local.LocalCalls.forward, local.LocalCalls.backward
+    local.LocalCalls.forward = lambda self, q, k, v: (torch.zeros_like(q), q.new_zeros(q.shape[:3]))
+    local.LocalCalls.backward = lambda self, *given: tuple(map(torch.zeros_like, given[:3]))
+    try:
+        distributed.attention(*leaves, plan).sum().backward()  # what a plan keeps is made
+        with AllOperations() as forward:
+            out = distributed.attention(*leaves, plan)
+        dout = torch.ones_like(out)
+        with AllOperations() as backward:
+            torch.autograd.backward(out, dout)
+    finally:
+        local.LocalCalls.forward, local.LocalCalls.backward = right
+    return len(plan.local_runs), forward.count, backward.count
 
 
 # ---------------------------------------------------------------- faults
@@ -464,11 +495,11 @@ def kept_buffers(rank: int) -> None:
     plan = distributed.plan(512, causal=True, engine="keys", keep_gathered=True, **heads)
     leaves = [plan.shard(t, 1).requires_grad_() for t in qkv(512, 16, 16)]
     buffers: list[weakref.ref[Any]] = []
-    right = engine.Shipment.rows
+    right = shipments.Shipment.rows
 
     def watching(self: Any, *args: Any) -> Any:
         rows = right(self, *args)
-        if self.incoming is not None:
+        if self.route is not None:
             buffers.append(weakref.ref(rows.untyped_storage()))
         return rows
 
@@ -476,7 +507,7 @@ def kept_buffers(rank: int) -> None:
         gc.collect()
         return sum(buffer() is not None for buffer in buffers)
 
-    engine.Shipment.rows = watching
+    shipments.Shipment.rows = watching
     try:
         with torch.no_grad():
             out = distributed.attention(*leaves, plan)
@@ -488,7 +519,7 @@ def kept_buffers(rank: int) -> None:
         second = torch.autograd.grad(out.sum(), leaves)
         assert alive() == 0
     finally:
-        engine.Shipment.rows = right
+        shipments.Shipment.rows = right
     assert len(buffers) == 64  # the backward received none
     assert out.isfinite().all()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -75,6 +75,14 @@ def test_rows_that_are_read_are_not_sent():
         assert read == 0
 
 
+def test_many_runs_take_no_more_operations():
+    """Each copy takes the host 10 us."""
+    counts = [run_ranks(2, rank_checks.operations, tokens) for tokens in (4096, 16384)]
+    for (runs, *few), (more_runs, *many) in zip(*counts, strict=True):
+        assert more_runs == 4 * runs
+        assert many == few
+
+
 def test_messages_of_any_place():
     run_ranks(2, rank_checks.messages_of_any_place)
 

@@ -13,6 +13,7 @@ from onepass.distributed.packed import make_tables
 from onepass.distributed.schedule import Schedule, make_steps, steps_over_heads
 from onepass.problem import Mask
 
+CPU = torch.device("cpu")
 MASKS = [Mask(), Mask(None, 0), Mask(7, 0), Mask(3, 5), Mask(None, -2), Mask(-3, None), Mask(20, -1)]
 
 
@@ -288,8 +289,8 @@ def test_steps_of_one_width_share_their_rows(engine):
     assert len(schedule.steps) > 1
     for step in schedule.steps:
         assert plan.segments(step) == schedule.segments(step, plan.rank)
-        assert plan.key_route(step).incoming == schedule.key_pieces(step, plan.rank)
-        assert plan.query_route(step).incoming == schedule.query_pieces(step, plan.rank)
+        assert plan.key_route(step, CPU).pieces == schedule.key_pieces(step, plan.rank)
+        assert plan.query_route(step, CPU).pieces == schedule.query_pieces(step, plan.rank)
     widths = {step.width for step in schedule.steps}
     assert len(plan._kept) == 3 * len(widths)
 

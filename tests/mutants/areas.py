@@ -317,6 +317,7 @@ AREAS = (
                 ("onepass/distributed/*.py",),
                 (
                     "tests/distributed/test_schedule.py",
+                    "tests/distributed/test_routes.py",
                     "tests/distributed/test_random_calls_on_ranks.py",
                     "tests/distributed/test_ranks.py",
                 ),

@@ -71,11 +71,14 @@ class Run:
         self.running: dict[subprocess.Popen, tuple[Job, int]] = {}
         self.num_gpus = torch.cuda.device_count()
 
+    def done(self, job: Job) -> list[str]:
+        """The cases of a job that have ended."""
+        return [row["case"] for row in self.rows if self.is_of(row, job) and row["outcome"] in FINAL]
+
     def start(self, job: Job) -> None:
         load = collections.Counter(gpu for _, gpu in self.running.values())
         gpu = min(range(self.num_gpus), key=lambda n: load[n])
-        done = [row["case"] for row in self.rows if self.is_of(row, job) and row["outcome"] in FINAL]
-        self.path(job, "done").write_text(json.dumps(done))
+        self.path(job, "done").write_text(json.dumps(self.done(job)))
         command = [sys.executable, "-m", "pytest", "-q", "-p", "peer_tests", "-c", os.devnull, "-p", "no:cacheprovider"]
         command += ["--tb=line", "--peer-cases", str(self.options.cases), "--peer-seed", str(job.seed)]
         command += ["--peer-function", job.function, "--peer-lines", str(self.path(job, "lines"))]
@@ -146,7 +149,9 @@ def main() -> None:
     options = parser.parse_args()
     started = time.monotonic()
     rows = json.loads(options.results.read_text())["rows"] if options.results.exists() else []
-    waiting, run = jobs_of(options.tests, options.seeds), Run(options, rows)
+    run = Run(options, rows)
+    # A job with as many outcomes as cases were asked for has ended; to collect it again would take up to a minute.
+    waiting = [job for job in jobs_of(options.tests, options.seeds) if len(run.done(job)) < options.cases]
     try:
         while (waiting or run.running) and time.monotonic() - started < options.seconds:
             while waiting and run.room_for(waiting[0]):

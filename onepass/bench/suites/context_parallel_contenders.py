@@ -18,10 +18,11 @@ from torch import Tensor
 import onepass
 from onepass import distributed
 
-from ...distributed.attention import Call, Coming, row_stats, rows_first, send_keys, send_queries
+from ...distributed.attention import Call, row_stats, rows_first
 from ...distributed.cost import Hardware, estimate
 from ...distributed.local import LocalCalls, Options, TermGradients, Terms
 from ...distributed.plan import ContextPlan
+from ...distributed.shipments import Coming, send_keys, send_queries
 
 if TYPE_CHECKING:
     from .context_parallel import ContextCase

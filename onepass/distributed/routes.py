@@ -1,0 +1,104 @@
+"""Which rows of a step's tensors go from one rank to another, and how they are copied.
+
+With few runs of rows each run is copied by itself. With many, as balanced documents have them, one kernel gathers
+the rows by their numbers: a copy takes the host 10 us, and the GPU less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .exchange import alike, copy
+from .packed import to_device
+from .schedule import Piece
+
+FEW_PIECES = 4  # between two ranks, which are copied one by one
+
+Selection = slice | Tensor  # a run of rows, or their numbers, int64, each of them once
+
+
+class Rows(NamedTuple):
+    """Rows that go from one rank's tensors to another's buffer, in this order.
+
+    Attributes:
+        source: the rank that owns the rows. source_rows: their places in its tensors.
+        rows: their places in the buffer. size: how many there are.
+    """
+
+    source: int
+    source_rows: Selection
+    rows: Selection
+    size: int
+
+
+class Route(NamedTuple):
+    """The rows of one step that concern one rank.
+
+    Attributes:
+        pieces: of this rank's buffer.
+        incoming: the same rows, put together by their source.
+        outgoing: for each rank that computes with rows of this one, the rows of its buffer that come from here.
+        travels: whether rows go from any rank to another one; all ranks of the group know it alike.
+    """
+
+    pieces: list[Piece]
+    incoming: list[Rows]
+    outgoing: list[tuple[int, list[Rows]]]
+    travels: bool
+
+    @classmethod
+    def of(cls, pieces_of_ranks: Sequence[list[Piece]], rank: int, device: torch.device) -> Route:
+        """The route of a rank. Args: pieces_of_ranks: the buffer of each rank."""
+        outgoing = []
+        for other, pieces in enumerate(pieces_of_ranks):
+            if from_here := [piece for piece in pieces if piece.source == rank]:
+                outgoing.append((other, put_together(from_here, device)))
+        travels = any(piece.source != other for other, pieces in enumerate(pieces_of_ranks) for piece in pieces)
+        return cls(pieces_of_ranks[rank], put_together(pieces_of_ranks[rank], device), outgoing, travels)
+
+
+def put_together(pieces: Sequence[Piece], device: torch.device) -> list[Rows]:
+    """The rows of each source, in the order of its pieces."""
+    by_source: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_source.setdefault(piece.source, []).append(piece)
+    found: list[Rows] = []
+    for source, of_source in by_source.items():
+        if len(of_source) <= FEW_PIECES:
+            found += [Rows(source, _run(p.source_row, p.rows), _run(p.row, p.rows), p.rows) for p in of_source]
+            continue
+        counts = [piece.rows for piece in of_source]
+        source_rows = torch.cat([torch.arange(p.source_row, p.source_row + p.rows) for p in of_source])
+        rows = torch.cat([torch.arange(p.row, p.row + p.rows) for p in of_source])
+        found.append(Rows(source, to_device(source_rows, device), to_device(rows, device), sum(counts)))
+    return found
+
+
+def _run(first: int, count: int) -> slice:
+    return slice(first, first + count)
+
+
+def take(t: Tensor, rows: Selection) -> Tensor:
+    """Rows of a tensor: a view of a run, a copy otherwise."""
+    return t[rows] if isinstance(rows, slice) else t.index_select(0, rows)
+
+
+def put(t: Tensor, rows: Selection, values: Tensor) -> None:
+    """Write rows of a tensor. The dtypes may be words of different sizes."""
+    if isinstance(rows, slice):
+        copy(t[rows], values)
+    else:
+        target, source = alike(t, values)
+        target.index_copy_(0, rows, source)
+
+
+def add(t: Tensor, rows: Selection, values: Tensor) -> None:
+    """Add to rows of a tensor."""
+    if isinstance(rows, slice):
+        t[rows] += values
+    else:
+        t.index_add_(0, rows, values)
