@@ -40,7 +40,7 @@ class Route(NamedTuple):
 
     Attributes:
         pieces: of this rank's buffer.
-        incoming: the same rows, put together by their source.
+        incoming: its rows, put together by their source.
         outgoing: for each rank that computes with rows of this one, the rows of its buffer that come from here.
         travels: whether rows go from any rank to another one; all ranks of the group know it alike.
     """
