@@ -56,7 +56,7 @@ def test_wrong_results_are_not_timed(one_rank, monkeypatch):
     """A contender that is off beside one device is a failure, and so is the run."""
     right = distributed.attention
     monkeypatch.setattr(contenders.distributed, "attention", lambda *a, **k: _scaled(right(*a, **k)))
-    args = argparse.Namespace(activity=False, rounds=1, sample_ms=0.1, peers=0, out=None)
+    args = argparse.Namespace(activity=False, graphs=False, rounds=1, sample_ms=0.1, peers=0, out=None)
     case = suite.ContextCase("causal", 4, 2, 20, "fwd", 16)
     row = suite.measure(case, args, one_rank)
     assert set(row["contenders"]) == {"one device"}
@@ -67,6 +67,19 @@ def test_wrong_results_are_not_timed(one_rank, monkeypatch):
 
 def _scaled(found):
     return found * 1.1 if isinstance(found, torch.Tensor) else found
+
+
+def test_graphs_are_timed_beside_calls(one_rank, monkeypatch):
+    """A CUDA graph of each of onepass's calls is a contender with the shares of the call."""
+    names = []
+    monkeypatch.setattr(suite, "captured", lambda work: names.append(work) or work)
+    args = argparse.Namespace(activity=False, graphs=True, rounds=1, sample_ms=0.1, peers=0, out=None)
+    row = suite.measure(suite.ContextCase("causal", 4, 2, 20, "fwd", 16), args, one_rank)
+    engines = {"onepass heads", "onepass keys"}
+    assert set(row["contenders"]) == {"one device", *engines, *(f"{name}, graph" for name in engines)}
+    assert len(names) == 2
+    for name in engines:
+        assert row["contenders"][f"{name}, graph"]["own_calls_ms"] == row["contenders"][name]["own_calls_ms"]
 
 
 def test_cases():
@@ -106,3 +119,10 @@ def test_without_torchrun(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit, match="expected a process of torchrun"):
         suite.main(["--device", "cpu", "--smoke"])
+
+
+def test_graphs_need_gpus(one_rank, monkeypatch, capsys):
+    monkeypatch.setattr(suite.Ranks, "join", lambda device: one_rank)
+    with pytest.raises(SystemExit):
+        suite.main(["--device", "cpu", "--smoke", "--graphs"])
+    assert "--graphs: expected GPUs, got --device cpu" in capsys.readouterr().err

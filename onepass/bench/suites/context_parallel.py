@@ -18,7 +18,8 @@ On GPUs each rank takes the GPU of its LOCAL_RANK and NCCL; on a CPU gloo. A row
 - activity, with --activity: what the first rank's GPU does during one more call (`onepass.bench.activity`), in
   milliseconds and as a picture.
 
-onepass has a contender for each engine, and on GPUs also one that reads rows by copies (the plan's transport). A row's
+onepass has a contender for each engine, and on GPUs also one that reads rows by copies (the plan's transport). With
+--graphs each of them is timed a second time as a CUDA graph, whose replays take nothing of the host's time. A row's
 "skipped" says why a peer does not take the case. Rank 0 alone prints, and writes the results file.
 """
 
@@ -32,7 +33,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,16 +241,36 @@ def step_of(contender: Contender, case: ContextCase, tensors: Sequence[Tensor]) 
     return both, sum(t.nbytes for t in (q, k, v, dout))
 
 
+def captured(work: Work) -> Work:
+    """A function that replays a CUDA graph of one call. It returns the graph's tensors."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = work()
+
+    def replay() -> Any:
+        graph.replay()
+        return found
+
+    return replay
+
+
 def prepare(contender: Contender, case: ContextCase, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> Prepared:
     """Check a contender, and measure its memory, on this rank: a rank that fails sends nothing beside its own calls."""
     work, input_bytes = step_of(contender, case, tensors)
+    if contender.is_captured:
+        work = captured(work)
     prepared = Prepared(work, contender.surroundings)
     with contender.surroundings():
         found = work()
     pairs = zip(found, (contender.shard(t) for t in expected), strict=True)
     prepared.facts["error"] = max(relative_error(a, b) for a, b in pairs)
     del found
-    if tensors[0].is_cuda:
+    if tensors[0].is_cuda and not contender.is_captured:
         with contender.surroundings():
             prepared.facts["peak_bytes"] = input_bytes + extra_bytes(work)
     if contender.received_bytes is not None:
@@ -309,6 +330,8 @@ def measure(case: ContextCase, args: argparse.Namespace, ranks: Ranks) -> Row:
     expected = [t if t.dim() == 4 else t[None] for t in step_of(whole, case, tensors)[0]()]
     prepared: dict[str, Prepared] = {}
     contenders, row["planned"] = onepass_contenders(case, ranks.device)
+    if args.graphs:
+        contenders += [replace(one, name=f"{one.name}, graph", is_captured=True) for one in contenders]
     row["skipped"], others = peers(case, ranks.device, args.peers)
     for contender in (whole, *contenders, *others):
         reason = None
@@ -417,10 +440,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample-ms", type=float, default=SAMPLE_MS, help="length of each timing")
     parser.add_argument("--peers", type=int, default=1, choices=(0, 1), help="0: onepass and one device alone")
     parser.add_argument("--activity", action="store_true", help="on GPUs: record what the first one does in a call")
+    parser.add_argument("--graphs", action="store_true", help="on GPUs: time CUDA graphs of onepass's calls, too")
     parser.add_argument("--smoke", action="store_true", help="a few small cases")
     parser.add_argument("--out", type=Path, default=None, help="results file, JSON, written row by row")
     args = parser.parse_args(argv)
     ranks = Ranks.join(args.device)
+    if args.graphs and ranks.device.type != "cuda":
+        parser.error(f"--graphs: expected GPUs, got --device {args.device}")
     every = smoke_cases(ranks.size) if args.smoke else cases(ranks.size)
     words = [word for word in args.cases.split(",") if word]
     chosen = [case for case in every if all(word in case.label for word in words)]

@@ -41,6 +41,7 @@ class Contender:
         shard: this rank's tokens, in the layout that `attend` takes, of a tensor (1, tokens, heads, head_dim).
         surroundings: a context in which calls are made; entering it is not timed.
         received_bytes: of the forward and of the backward, on the rank that receives most.
+        is_captured: whether a CUDA graph of a call is timed, which takes nothing of the host's time.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Contender:
     surroundings: Callable[[], AbstractContextManager] = nullcontext
     received_bytes: tuple[int, int] | None = None
     plan: ContextPlan | None = None
+    is_captured: bool = False
 
 
 def one_device(case: ContextCase) -> Contender:
