@@ -24,7 +24,7 @@ VOCABULARY = 1024
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, help="of all ranks; default: 262144 on GPUs, 500 on a CPU")
+    parser.add_argument("--tokens", type=int, help="tokens of all ranks; default: 262144 on GPUs, 500 on a CPU")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--layout", choices=("contiguous", "head_tail", "balanced"), help="default: the plan's choice")
@@ -68,10 +68,10 @@ def main() -> None:
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         return distributed.attention(q, k, v, plan, softmax_scale=scaling), None
 
-    # no mask function is registered with it, so transformers makes no mask: the plan knows that it is causal
+    # no mask function is registered under this name, so transformers makes no mask: the plan is causal by itself
     AttentionInterface.register("onepass_over_ranks", attention_over_ranks)
     model.set_attn_implementation("onepass_over_ranks")
-    if on_gpu:  # the backward computes each layer again, so that one layer's activations are in memory at a time
+    if on_gpu:  # the backward computes each layer again, so that only one layer's activations are in memory at a time
         model.gradient_checkpointing_enable()
         model.train()
 

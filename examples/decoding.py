@@ -22,7 +22,7 @@ filled = torch.zeros(batch, dtype=torch.int32, device=device)
 
 
 def step(first: int, count: int) -> torch.Tensor:
-    """Append the keys and values of the next tokens to the cache, and let the tokens attend to all of it."""
+    """Append the keys and values of the next tokens to the cache, and let these tokens attend to the whole cache."""
     new = slice(first, first + count)
     lengths = {"cache_seqlens": filled, "page_table": page_table}
     out = onepass.attention_decode(q[:, new], k_pages, v_pages, **lengths, k_new=k[:, new], v_new=v[:, new])

@@ -1,7 +1,7 @@
 """Attention in FP8: what the options of the rounding are worth, and gradients through an FP8 forward.
 
-On a Hopper GPU a kernel computes it (8192 keys of 16 heads here). Elsewhere the same numbers come from PyTorch, at no
-gain in speed: a CPU takes 1024 keys of 2 heads.
+On a Hopper GPU a kernel computes the attention (here of 8192 keys and 16 heads). Elsewhere the same numbers come from
+PyTorch, at no gain in speed: on a CPU there are 1024 keys and 2 heads.
 """
 
 import torch

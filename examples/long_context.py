@@ -1,9 +1,9 @@
-"""The memory of attention over 32k tokens, forward and backward, beside that of the formula written out.
+"""The memory of attention over 32k tokens, forward and backward, beside the memory of the formula written out.
 
     python examples/long_context.py        # 32768 tokens on a GPU; 8192 on a CPU, with fewer heads
 
-The formula keeps (heads, seqlen, seqlen) matrices, so it runs at a quarter of the length only; its memory grows with
-the square of the length, that of onepass with the length. Needs: pip install 'onepass[bench]'
+The formula keeps (heads, seqlen, seqlen) matrices, so it runs at a quarter of the length only: its memory grows with
+the square of the length, while onepass's grows with the length. Needs: pip install 'onepass[bench]'
 """
 
 import torch
@@ -28,7 +28,7 @@ def extra_mib(attention, seqlen: int) -> float:
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, seqlen, heads, head_dim, device=device, dtype=dtype) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    attention(*(x[:, :256] for x in leaves)).sum().backward()  # starts threads, or compiles kernels
+    attention(*(x[:, :256] for x in leaves)).sum().backward()  # the first call starts threads, or compiles kernels
     _, peak = peak_of(lambda: torch.autograd.grad(attention(*leaves), leaves, dout), device)
     return max(0, peak.extra_bytes - 4 * q.nbytes) / MIB
 

@@ -4,8 +4,8 @@
     python examples/train_on_text.py --plot losses.png
 
 The text is Python's own library and the licenses on this machine: no download. Both runs start from the same weights
-and see the same batches. It exits with status 1 if a step's losses differ by more than 0.05, or the last ones by more
-than 1 %.
+and see the same batches. The exit status is 1 if the two losses of a step differ by more than 0.05, or the two last
+losses by more than 1 %.
 
 Needs transformers: pip install 'onepass[demo]'
 """

@@ -75,7 +75,8 @@ class PackedOptions(Options, total=False):
     max_seqlen_k: int | Tensor | None
 
 
-# The options that a call is checked by and kept under, in the order in which both functions put them into a tuple.
+# The options that a call is checked with and that are in its key, in the order in which both functions put them into a
+# tuple.
 _OPTIONS = (
     "causal",
     "softcap",
@@ -89,7 +90,7 @@ _OPTIONS = (
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast, cast as torch's own attention does, so that mixed inputs meet in one dtype."""
+    """The tensors, under torch.autocast cast as by torch's own attention, so that mixed inputs meet in one dtype."""
     if not all(isinstance(t, Tensor) for t in tensors):
         return tensors  # validation refuses them
     device = tensors[0].device.type
@@ -107,7 +108,7 @@ def _first_call(
 
     Args:
         max_seqlens: max_seqlen_q and max_seqlen_k of `attention_varlen`; None: the call is one of `attention`.
-        options: values of `_OPTIONS`.
+        options: the values of `_OPTIONS`.
     """
     q, k, v = autocast_inputs(*inputs[:3])
     arguments = dict(zip(_OPTIONS, options, strict=True))
@@ -156,7 +157,7 @@ def _modified_call(
 ) -> tuple[Tensor, Tensor]:
     """Check a call with modifiers, and run the operator on the chosen backend.
 
-    Args: given: the arguments `validation.modifiers.NAMES`. The rest: as of `_first_call`.
+    Args: given: the values of `validation.modifiers.NAMES`. All others: as for `_first_call`.
     """
     q, k, v = autocast_inputs(*inputs[:3])
     arguments = dict(zip(_OPTIONS, options, strict=True))
@@ -195,12 +196,12 @@ def _run_quantized(
     window: Any,
     options: tuple,
 ) -> tuple[Tensor, Tensor]:
-    """A call whose tensors are in FP8 already: its arguments as given, which are checked here.
+    """Check and run a call whose tensors are in FP8 already.
 
     Args:
         packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of `attention_varlen`; None: the call is one
             of `attention`.
-        options: values of `_OPTIONS`.
+        options: the values of `_OPTIONS`.
     """
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None,) * 4
     descales = quantized.descales
@@ -333,10 +334,10 @@ def attention(
             padding). Queries whose position i + seqlen_k - seqlen_q is before it see nothing. Masks stay aligned to
             the last key.
         key_ranges: (batch or 1, num_heads_q or 1, seqlen_q, 2) int32 on q's device: query i sees keys
-            lo <= j < hi, of those that all other arguments leave.
+            lo <= j < hi among the keys that all other arguments leave.
         q_positions: (batch or 1, seqlen_q) int32 on q's device: where each query stands among the keys, instead of
             i + seqlen_k - seqlen_q. causal, window, seqstart_k and alibi_slopes count from it, and it is the number of
-            a query's row in bias and for dropout. It may be any number; one that is no row of bias has the nearest row.
+            a query's row in bias and for dropout. It may be any number; beyond the rows of bias the nearest one counts.
         alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32; subtracts slope * |position - j| from a score,
             after the softcap. They may require a gradient, and be negative.
         bias: added to scores after the softcap; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k), with
@@ -358,8 +359,8 @@ def attention(
 
     Returns: out, (batch, seqlen_q, num_heads_q, head_dim_v), in q's dtype and with the order of q's dimensions in
     memory (heads outside seqlen if q has them so), or AttentionOutput(out, lse). A row that sees no key has out = 0,
-    and with sinks lse = sinks[h], else lse = -inf; no gradient flows through it to q, k and v, while the sink has the
-    gradient of lse. Sums are accumulated in float32 (float64 for float64 inputs).
+    and with sinks lse = sinks[h], else lse = -inf. No gradient flows through such a row to q, k and v, while the sink
+    has the gradient of lse. Sums are accumulated in float32 (float64 for float64 inputs).
 
     Raises: TypeError, ValueError, or NotImplementedError for what no backend computes, each before any work and
     with what was expected and given.
@@ -460,10 +461,10 @@ def attention_varlen(
             past the last offset belong to no sequence: out = 0, lse = -inf (even with sinks), zero gradients.
         max_seqlen_q, max_seqlen_k: an int, a tensor or None; hints that are never read from the device.
         seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist.
-        seqstart_k, alibi_slopes, dropout_p: as for `attention`; keys are counted from the first one of a sequence.
+        seqstart_k, alibi_slopes, dropout_p: as for `attention`; keys count from the first key of their sequence.
         key_ranges: (num_heads_q or 1, total_q, 2) int32. q_positions: (total_q,) int32.
-        bias: (num_heads_q or 1, total_q or 1, columns): column j belongs to key j of each sequence, so that there are
-            as many as the longest sequence has keys, or more, or 1 for all keys. With q_positions
+        bias: (num_heads_q or 1, total_q or 1, columns): column j belongs to key j of each sequence. There are at least
+            as many columns as the longest sequence has keys, or 1 for all keys. With q_positions
             (num_heads_q or 1, positions, columns).
         causal, window, softcap, sinks, softmax_scale, deterministic, return_lse, precision, backend, tuning: as for
             `attention`; masks are aligned to each sequence's own lengths.
@@ -471,8 +472,8 @@ def attention_varlen(
     Returns: out, (total_q, num_heads_q, head_dim_v), or AttentionOutput with lse (num_heads_q, total_q).
 
     Raises: what `attention` raises, and from a backend that reads lengths on the host (`tiled`) ValueError for offsets
-    that are out of order, and for a bias with too few columns. Kernels read lengths on the device only: what they
-    return for such offsets and such a bias is undefined.
+    that are out of order, and for a bias with too few columns. Kernels read lengths on the device only, and give
+    undefined results for such offsets and such a bias.
     """
     if unknown:
         raise keywords.unexpected("attention_varlen", unknown)

@@ -28,7 +28,7 @@ from . import decode_calls, keywords
 from .attention import attention, attention_varlen, autocast_inputs
 
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seqstart_k", "key_ranges", "q_positions")
-# every option with its default, except backend, which `supports` and `warmup` treat themselves
+# every option with its default, except backend, which `supports` and `warmup` handle themselves
 _DEFAULTS: dict[str, Any] = {
     name: parameter.default
     for name, parameter in inspect.signature(attention).parameters.items()
@@ -50,7 +50,7 @@ def supports(
 
     Returns: Support(ok, backend, reason), which is true where ok is; with ok=False the reason is the message that the
     call would raise. On Hopper it also says which tensors are copied before the kernel can read them.
-    Raises: nothing. An argument that the call does not have, or of a type that it does not take, is a reason.
+    Raises: nothing. An argument that the call does not have, or whose type it does not take, becomes a reason.
     """
     backend = arguments.pop("backend", None)
     if backend is not None and (unknown := choice.refusal(backend)) is not None:
@@ -111,9 +111,9 @@ def warmup(
             even without a GPU, for machines with the same CPU that get this cache directory; "sm80" compiles for this
             machine's GPU; None = the backend that the calls would run on here.
         workers: processes that compile at the same time; None = one per CPU.
-        gradients: also compile the kernels of the calls' backward passes. Kernels for a loss that depends on lse are
-            among them for a call with return_lse=True, and for an `AttentionProblem`, which does not say. Slopes and a
-            bias have gradients where they are tensors that require one; the kernels are others where they do not.
+        gradients: also compile the kernels of the calls' backward passes. They include kernels for a loss that depends
+            on lse for a call with return_lse=True, and for an `AttentionProblem`, which does not say. Slopes and a bias
+            have gradients if they are tensors that require one; other kernels run if they do not.
 
     Returns: a CompiledKernel for each kernel, in the order of `calls`; within a call the forward comes first (for
     `attention_decode` the kernels come in the order in which they run). Calls and backward passes that run without a
@@ -141,7 +141,7 @@ def warmup(
 
 
 def given_calls(function: str, calls: Any, call: dict[str, Any]) -> Any:
-    """The calls that a function such as `warmup` was given: as its argument, or one by keyword arguments.
+    """The calls that a function such as `warmup` was given: its argument `calls`, or one call by keyword arguments.
 
     Raises: TypeError for both, or neither.
     """
@@ -234,14 +234,14 @@ def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionP
 def jobs_of(
     backend: str, problem: AttentionProblem, tuning: LaunchConfig | None = None, has_dlse: Sequence[bool] = ()
 ) -> list[Job]:
-    """The kernels to compile for a forward, then those for its backward; none if there are no heads.
+    """The kernels to compile for a forward, then the kernels for its backward; none if there are no heads.
 
     Args:
         has_dlse: for each backward to compile, whether lse has a gradient.
     """
     if problem.num_heads_q == 0:
         return []
-    # which gradients a backward leaves out is nothing to the forward
+    # the forward does not depend on which gradients a backward leaves out
     own = replace(problem, constant_slopes=False, constant_bias=False)
     forward = tuning or dispatch.forward_config(backend, own)
     request, *helpers = dispatch.forward_requests(backend, own, forward)

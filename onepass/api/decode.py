@@ -58,9 +58,9 @@ class DecodeOptions(TypedDict, total=False):
 
 
 def autocast_rows(k_cache: Any, *rows: Any) -> tuple[Any, ...]:
-    """Queries and new keys and values as a call over a cache takes them: cast under torch.autocast, None stays None.
+    """Queries, new keys and new values as a call over a cache takes them: cast under torch.autocast; None stays None.
 
-    A cache is never copied, so they are cast only to meet one in autocast's dtype.
+    A cache is never copied, so these rows are cast only if the cache has autocast's dtype.
     """
     if not isinstance(k_cache, Tensor) or k_cache.device.type == "meta":
         return rows
@@ -71,7 +71,7 @@ def autocast_rows(k_cache: Any, *rows: Any) -> tuple[Any, ...]:
 
 
 class KeyOptions(NamedTuple):
-    """The options of a call that are in its key as they are given. See `attention_decode`."""
+    """The options of a call of `attention_decode` that are in its key as they are given."""
 
     causal: bool
     softcap: float | None
@@ -86,25 +86,25 @@ class KeyOptions(NamedTuple):
 
 
 def find_kept(inputs: DecodeInputs, window: Window | None, options: KeyOptions) -> tuple[Forward | None, tuple]:
-    """The forward that an earlier call like this one has left, and the keys under which this one may leave its own.
+    """The forward that an earlier call like this one has left, and the keys under which this call may leave its own.
 
-    A cache to which torch.cat adds each token has another length and other strides in each step. What a call over it
-    has left is also found by its rounded length, under a second key.
+    A cache to which torch.cat adds each token has another length and other strides in each step. The forward of a call
+    over such a cache is also kept under a second key, which holds the rounded length.
 
-    Returns: no keys for a call that must be treated as a first call.
+    Returns: the forward or None, and the keys: none for a call that must be treated as a first call.
     """
     tensors: Any = inputs.tensors if inputs.is_modified else inputs
     key = fast_path.key_of("attention_decode", tensors, window, options)
     k_cache, v_cache = inputs.k_cache, inputs.v_cache
     if key is None or k_cache is None or v_cache is None:
         return None, ()
-    # validation looks at these, too
+    # validation looks at addresses, too
     addresses = (k_cache.data_ptr() | v_cache.data_ptr()) % 16
     exact = *key, k_cache.stride(), v_cache.stride(), addresses
     forward = fast_path.find(exact)
     if forward is not None:
         return forward, (exact,)
-    # as in `DecodeProblem.of_rounded_length`; new keys are checked for memory that caches share, by their strides
+    # as in `DecodeProblem.of_rounded_length`; with new keys, validation looks at strides for memory that caches share
     may_grow = (
         inputs.k_new is inputs.page_table is inputs.cu_seqlens_q is options.kv_block is options.split_size is None
     )
@@ -190,7 +190,8 @@ def attention_decode(
             length may hold any number.
         cu_seqlens_q: (batch + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, which
             stand at the end of its cache_seqlens[b] keys: prompts in chunks beside single tokens. Rows past the last
-            offset have out = 0, lse = -inf, even with sinks. Not with k_new and v_new or rotary positions.
+            offset have out = 0, lse = -inf, even with sinks. k_new, v_new and rotary positions cannot be combined with
+            packed queries.
         max_seqlen_q: with cu_seqlens_q, an upper bound on the queries of a sequence, if one is known: an int of up to
             32 lets a GPU take the kernel for few queries, which computes any number. A tensor is never read.
         k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim) and (.., head_dim_v), in q's dtype, both or neither:
@@ -209,20 +210,20 @@ def attention_decode(
             whatever they are, and pages that hold no other keys may be any number; queries that stand before it give
             zeros. Lengths and positions still count from key 0 of the cache.
         key_ranges: (batch or 1, num_heads_q or 1, seqlen_q, 2) int32, packed (num_heads_q or 1, total_q, 2): query i
-            sees only keys lo <= j < hi, of those that other options leave.
+            sees only keys lo <= j < hi among the keys that other options leave.
         q_positions: (batch or 1, seqlen_q) int32, packed (total_q,): the key at which each query stands, in place of
             i + seqlen_k - seqlen_q, for causal, window, alibi_slopes, rows of bias, and rotation.
         alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32: slope * |position of the query - j| is subtracted
             from scores, after the softcap.
         bias: (batch or 1, num_heads_q or 1, seqlen_q or 1, max_seqlen or 1), packed without the batch: added to scores,
             after the softcap; -inf hides a pair. Column j belongs to key j of the cache, of which there are max_pages *
-            page_size with a page_table. With q_positions, row i belongs to position i, for any number of rows, and a
-            position that is none of them has the nearest one.
+            page_size with a page_table. With q_positions, row i belongs to position i, for any number of rows; for a
+            position outside the rows the nearest row counts.
         rotary_positions_q, rotary_positions_k: (batch or 1, seqlen_q) and (batch or 1, seqlen_new) int32: the rows of
             rotary_cos and rotary_sin by which q and k_new are rotated, in place of their key positions. A negative
             number counts as 0.
-        k_descale, v_descale: float32, finite and not 0, on q's device, with an e4m3 cache only, both or neither (then
-            1): real value = stored value * descale. They are not changed. Each has one of these shapes:
+        k_descale, v_descale: float32, finite and not 0, on q's device, with an e4m3 cache only, both or neither (which
+            means 1): real value = stored value * descale. They are not changed. Each has one of these shapes:
             (): one descale for the tensor;
             (num_heads_kv,): one for each head;
             (batch, num_heads_kv): one for each head of each batch entry (not with both a page_table and a kv_block);
@@ -238,9 +239,9 @@ def attention_decode(
         split_size: the keys of a split, in place of num_splits, a multiple of 64: splits begin at multiples of it, so
             that the result of a sequence depends neither on the batch nor on the size of the cache, bit by bit.
         check_values: check cache_seqlens and page_table by value. A backend that works on the host (`tiled`) always
-            does. On a GPU the check waits for the device: it is meant for debugging. Without it kernels clamp lengths
-            to the capacity of the cache, and a page that the cache does not have is read as its nearest one and never
-            written.
+            does. On a GPU the check waits for the device: it is meant for debugging. Without the check, kernels clamp
+            lengths to the capacity of the cache; in place of a page that the cache does not have they read the nearest
+            one, and write none.
         return_lse: also return lse.
         backend: name of the backend that must run ("sm90", "sm80", "cpu" or "tiled"); None = what `use_backend` or
             ONEPASS_BACKEND chose, else the best one that computes the call.

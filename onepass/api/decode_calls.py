@@ -16,7 +16,7 @@ from .decode import attention_decode, autocast_rows
 _TENSORS = (*TENSORS, *MODIFIERS)
 _REQUIRED = TENSORS[:4]
 _OPTIONAL_TENSORS = dict.fromkeys(_TENSORS[4:])
-# every option with its default, except backend, which `supports` and `warmup` treat themselves
+# every option with its default, except backend, which `supports` and `warmup` handle themselves
 _OPTIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(attention_decode).parameters.items()
@@ -64,8 +64,8 @@ def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem,
 def with_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with a tensor on the "meta" device in place of each shape.
 
-    Lengths and page tables are int32, rotary tables and descales float32, caches of `cache_dtype` if it is given, and
-    all other tensors of `dtype`.
+    Lengths, page tables, ranges and positions are int32; rotary tables, descales and slopes are float32; caches have
+    `cache_dtype` if it is given; all other tensors have `dtype`.
     """
     arguments = dict(arguments)
     dtype = arguments.pop("dtype", None)

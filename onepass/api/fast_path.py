@@ -71,8 +71,8 @@ def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options:
 def of_rounded_length(key: tuple, k_cache: Tensor, v_cache: Tensor) -> tuple | None:
     """A key of a call of `attention_decode` for all caches of one `rounded_length`, whatever their strides are.
 
-    Args: key: of `key_of`, for inputs in which the caches come second and third.
-    Returns: None if validation has to look at the strides.
+    Args: key: the key by `key_of`, for inputs in which the caches come second and third.
+    Returns: the key, or None if validation has to look at the strides.
     """
     k_shape, v_shape, k_strides, v_strides = k_cache.shape, v_cache.shape, k_cache.stride(), v_cache.stride()
     if not len(k_shape) == len(v_shape) == 4 or k_shape[1] != v_shape[1]:
@@ -86,7 +86,7 @@ def of_rounded_length(key: tuple, k_cache: Tensor, v_cache: Tensor) -> tuple | N
 
 
 def is_observed() -> bool:
-    """Whether other code may observe the operators of a call, see above."""
+    """Whether other code may observe the operators of a call; the cases are in the docstring of this module."""
     return (
         _len_torch_dispatch_stack() > 0
         or _len_torch_function_stack() > 0
@@ -107,7 +107,7 @@ def find(key: tuple | None) -> Forward | None:
 
 
 def keep(key: tuple | None, forward: Forward) -> None:
-    """Keep the forward of a call that succeeded for the next call like it."""
+    """Keep the forward of a call that has succeeded, for the next call with this key."""
     if key is not None:
         if len(_forwards) >= MAX_CALLS:
             _forwards.clear()

@@ -30,9 +30,9 @@ def quantize_fp8(
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> QuantizedQKV:
-    """Q, K and V rounded to e4m3, with their descales, for `attention` and `attention_varlen`.
+    """q, k and v rounded to e4m3, with their descales, for `attention` and `attention_varlen`.
 
-    One kernel does it on a GPU of compute capability 8.9 or more (16-bit tensors, granularity "block", head dims in
+    One kernel does this on a GPU of compute capability 8.9 or more (16-bit tensors, granularity "block", head dims in
     multiples of 16 up to 256), plain PyTorch elsewhere. No gradient flows through the rounding, so tensors that require
     one are refused where gradients are recorded: `attention(..., precision="fp8")` has gradients, and under
     `torch.no_grad()` none are recorded.
@@ -47,11 +47,12 @@ def quantize_fp8(
         rotate: multiply q and k by the same random orthogonal matrix, made of signs and Hadamard matrices of the
             powers of two that head_dim is the sum of.
         seed: seed of the signs; a seed gives the same signs on every device.
-        center_k: subtract the mean over keys from k. Calls with softcap refuse it, because a softcap changes with it.
-        center_v: subtract the mean over keys from v; the call adds it to out again.
+        center_k: subtract the mean over keys from k. A call with a softcap refuses the result, because centering
+            changes what a softcap does.
+        center_v: subtract the mean over keys from v; the attention call adds the mean to out again.
         cu_seqlens_q, cu_seqlens_k: as for `attention_varlen`, for packed sequences; both or neither. The attention call
             must get equal ones.
-        seqused_k: as for `attention`. Keys and values beyond it are not read, and are 0 in the result.
+        seqused_k: as for `attention`. Keys and values beyond these lengths are not read, and are 0 in the result.
 
     Returns: QuantizedQKV, whose dtype is q's. NaN and inf become NaN in the elements that hold them (rotated: in their
     rows). On a Hopper GPU v may be in the layout that the attention kernel reads (v_keys_last); `dequantize` returns

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# What to do instead, by argument of torch's scaled_dot_product_attention and of flash-attn.
+# Arguments of torch's scaled_dot_product_attention and of flash-attn, and what to do instead.
 _ELSEWHERE = {
     "is_causal": "it is called causal here, and aligned at the bottom right where lengths differ; "
     "onepass.compat.sdpa has torch's alignment",

@@ -1,7 +1,7 @@
 """Calls of `attention_decode` by the layers of a model, one after the other, which differ in q, k and v alone.
 
-Most of the 50 us that a layer's call takes on the host, before it launches a kernel, finds out that nothing is new. A
-caller that knows that the other arguments are those of the layer before can repeat that layer's call.
+A layer's call takes 50 us on the host before it launches a kernel, and most of this time finds out that nothing is new.
+A caller that knows that all other arguments equal those of the layer before can repeat that layer's call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 class RepeatableDecode:
     """A call of `attention_decode` that has run, and can be run again with other q, k_cache and v_cache.
 
-    It holds the other tensors of the call, and the workspace of its kernels: calls follow each other on one stream.
+    The object holds the other tensors of the call and the workspace of its kernels, so calls must follow each other on
+    one stream.
     """
 
     def __init__(self, run: Run, kind: tuple):
@@ -35,7 +36,7 @@ class RepeatableDecode:
         self._run, self._kind = run, kind
 
     def again(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor | None:
-        """out; None if this is another kind of call, which `attention_decode` has to see."""
+        """out; None if this is a call of another kind, which `attention_decode` has to check."""
         if torch.compiler.is_compiling() or fast_path.is_observed() or _kind_of(q, k_cache, v_cache) != self._kind:
             return None
         return self._run(q, k_cache, v_cache)[0]
@@ -53,9 +54,9 @@ def repeatable_decode(
     softcap: float | None,
     softmax_scale: float | None,
 ) -> tuple[Tensor, RepeatableDecode | None]:
-    """out of `attention_decode`, and the call, if others may repeat it: a first call of its kind leaves none.
+    """out of `attention_decode`, and the call if it can be repeated: None for the first call of a kind.
 
-    Args: as `attention_decode`.
+    Args: as for `attention_decode`.
     """
     if not torch.compiler.is_compiling():
         inputs = DecodeInputs(q, k_cache, v_cache, cache_seqlens)
@@ -80,7 +81,7 @@ def repeatable_decode(
 
 
 def _repeating(forward: Forward, inputs: DecodeInputs) -> Run:
-    """Args: forward: what the fast path keeps for the call with these inputs."""
+    """A run that repeats a call. Args: forward: the forward that the fast path keeps for the call with these inputs."""
     if isinstance(forward, DecodeLaunch):
         return forward.repeated(inputs)
     return lambda q, k_cache, v_cache: forward(inputs._replace(q=q, k_cache=k_cache, v_cache=v_cache))

@@ -29,7 +29,8 @@ class Steps:
     """A checked call.
 
     Attributes:
-        arguments: the arguments of the operators after those for results: tensors (q, k and v first), then options.
+        arguments: the arguments that the operators of forward and backward share: tensors (q, k and v first), then
+            options.
         dropout_state: (2,) int64, seed and offset; None without dropout.
     """
 
@@ -38,7 +39,7 @@ class Steps:
     dropout_state: Tensor | None = None
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out and lse, as `attention` or `attention_varlen` returns them; autograd knows their gradients."""
+        """out and lse, as `attention` or `attention_varlen` returns them, and as differentiable."""
         if self.problem.has_modifiers:
             return OPERATORS.attention_modified_forward(*self.arguments)
         return OPERATORS.attention_forward(*self.arguments)
@@ -48,7 +49,7 @@ class Steps:
 
         Args:
             dout, out: in the shape of the forward's out. lse, dlse: in the shape of the forward's lse. out and lse may
-                be those of attention over more keys than the call has, of which it is a partial.
+                belong to attention over more keys than the call has, of which the call computes a partial.
         """
         lse = lse.contiguous()
         if self.problem.has_modifiers:
@@ -79,7 +80,7 @@ def prepare(
     dropout_state: Tensor | None = None,
     modifiers: Mapping[str, Any] | None = None,
 ) -> Steps:
-    """Check a call of `attention` or, with offsets, of `attention_varlen`, and choose its backend. Autocast applies.
+    """Check a call of `attention` or, with offsets, of `attention_varlen`; cast it under autocast; choose its backend.
 
     Args:
         dropout_state: seed and offset of an earlier call with dropout; None: they are drawn here.

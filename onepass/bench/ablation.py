@@ -1,4 +1,4 @@
-"""What each choice of a kernel is worth: its default configuration is timed beside others with one choice undone.
+"""What each choice of a kernel is worth: the default configuration is timed beside others with one choice undone.
 
 The setting and the forward's first rows come from Table 2 of FlashAttention-3, arXiv:2407.08608, section 4.2.
 """
@@ -144,7 +144,7 @@ class Row(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of the table, and for the label of each switch that is not among them, why."""
+    """The rows of the table, and for the label of each switch that has no row, the reason."""
 
     rows: list[Row]
     absent: dict[str, str]
@@ -284,7 +284,7 @@ class Kernel(NamedTuple):
     peers: tuple[str, ...] = ()
 
     def table(self, problem: AttentionProblem) -> Rows:
-        """The configurations that are measured: the steps to the full one if there are any, else its switches."""
+        """The configurations that are measured: the steps to the full one if the kernel has some, else its switches."""
         arch = self.arch()
         full = self.default(problem, arch)
         return road(problem, full, self.steps, arch) if self.steps else rows(problem, full, self.switches, arch)

@@ -9,7 +9,7 @@ import torch
 
 from ..api import fast_path
 
-# What the names of kernels of each kind have; the first kind that fits counts.
+# Parts of the names of kernels of each kind; the first kind that fits counts.
 KINDS = {
     "messages": ("nccl",),
     "copies": ("memcpy",),
@@ -37,8 +37,8 @@ def kind_of(name: str) -> str:
 def record(call: Callable[[], Any]) -> list[Activity]:
     """What the current GPU does during a call.
 
-    onepass's fast path steps aside for a profiler, which would make the host slower than it is without one. Here it
-    does not.
+    onepass's fast path steps aside for a profiler, which would make the host slower than it is without one. During this
+    recording the fast path stays.
     """
     enabled = fast_path._profiler_enabled
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -53,7 +53,7 @@ def record(call: Callable[[], Any]) -> list[Activity]:
 
 
 def _union(activities: Iterable[Activity]) -> list[tuple[float, float]]:
-    """The times in which there is some activity, in order and apart from each other."""
+    """The times in which there is some activity, as spans in order that do not touch."""
     spans: list[tuple[float, float]] = []
     for _, start, end in sorted(activities, key=lambda a: a.start):
         if spans and start <= spans[-1][1]:
@@ -68,7 +68,7 @@ def _length(activities: Iterable[Activity]) -> float:
 
 
 def summary(activities: Sequence[Activity]) -> dict[str, float]:
-    """Milliseconds from the first activity to the last, of each kind, and of what attention does not hide.
+    """Milliseconds of the time from the first activity to the last, of each kind, and of what attention does not hide.
 
     Returns: "whole", each of `LANES`, "idle" (nothing runs), and "beside_attention": messages and copies while no
     attention runs.

@@ -64,7 +64,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Short and unique within a set, for tables."""
+        """A short text for tables, unique within a set."""
         lengths = f"s{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"s{self.seqlen_q}x{self.seqlen_k}"
         heads = f"h{self.heads_q}" if self.heads_q == self.heads_kv else f"h{self.heads_q}/{self.heads_kv}"
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
@@ -114,7 +114,7 @@ class CaseSet:
 
 
 def _paper() -> CaseSet:
-    """FlashAttention-3, arXiv:2407.08608, section 4.1: 36 cases a direction."""
+    """The grid of FlashAttention-3, arXiv:2407.08608, section 4.1: 36 cases in each direction."""
     total_tokens, hidden = 16384, 2048
     cases = tuple(
         Case.square(

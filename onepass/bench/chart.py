@@ -5,7 +5,7 @@
 
 performance.png            geometric means: forward, backward, FP8 and decoding
 performance-forward.png, performance-backward.png, performance-fp8.png, performance-decode.png     case by case
-performance-cpu.png        the same on a CPU, beside torch's SDPA
+performance-cpu.png        the forward and the backward on a CPU, beside torch's SDPA
 
 Nothing is measured here. Needs matplotlib: pip install 'onepass[bench]'
 """
@@ -34,7 +34,7 @@ HEAD_DIMS = (64, 128, 256)
 
 
 class Case(NamedTuple):
-    """One case of a results file. batch, heads and kv_bytes are None but for decoding."""
+    """One case of a results file. batch, heads and kv_bytes are None, except for decoding."""
 
     head_dim: int
     causal: bool
@@ -52,12 +52,12 @@ class Measurement(NamedTuple):
     """A comparison that is drawn.
 
     Attributes:
-        title, unit, peers: what the picture says of it. unit: of the speeds.
+        title: the title of the picture. unit: the unit of the speeds.
         files: results files. Where several hold a case, the last one counts.
         contenders: name in the files -> library. Where a library has several, the fastest in each case counts.
         kind: the entry of a contender that holds its speed.
-        are_runs: the files are runs of the same cases, and their medians count.
-        case_set: the set that is drawn, of a file with several.
+        are_runs: whether the files are runs of the same cases, whose medians count.
+        case_set: the set that is drawn, if the files have several.
     """
 
     title: str
@@ -85,7 +85,7 @@ MEASUREMENTS = {
         "FP8 forward, row-major e4m3",
         "TFLOP/s",
         ("h200-fp8.json", "h200-fp8-run2.json", "h200-fp8-run3.json"),
-        # from row-major tensors both: the comparison that is like for like
+        # both start from row-major tensors, so that the comparison is like for like
         {"rows": OURS, "fa3": "FlashAttention-3"},
         are_runs=True,
     ),
@@ -193,7 +193,7 @@ def _libraries(speeds: Iterable[Speeds]) -> list[str]:
 
 
 def _draw_means(speeds: dict[str, Speeds]) -> Any:
-    """Four panels of bars: geometric means by head_dim and, of decoding, by the number of keys."""
+    """Four panels of bars: geometric means by head_dim and, for decoding, by the number of keys."""
     from matplotlib import pyplot as plt
 
     figure, all_axes = plt.subplots(2, 2, figsize=(10.5, 6.9))
@@ -341,7 +341,7 @@ def _headline(figure: Any, title: str, note: str) -> None:
 
 
 def _plain(ax: Any) -> None:
-    """Lines behind the data, no frame."""
+    """Draw lines behind the data, and no frame."""
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.spines["bottom"].set_color(MUTED)
     ax.tick_params(colors=MUTED, labelsize=9.5, length=0)

@@ -1,4 +1,4 @@
-"""The check of every contender before it is timed: is its result right? Rows are sampled, so that it stays cheap.
+"""The check of every contender before it is timed: is its result right? Rows are sampled, so that the check is cheap.
 
 For sampled queries, out and dq need one row of the score matrix each. For sampled keys, dk and dv need one column
 each, and the row sums of all queries, which are streamed in chunks, so that memory stays linear in the length.
@@ -20,12 +20,12 @@ from .cases import Case, Inputs
 # A peer that rounds more often than onepass is still a peer: the check is there to find wrong results, which are off by
 # orders of magnitude. onepass itself is held to its own budget.
 PEER_FACTOR = 8.0
-# The number of sampled rows that are judged together. It is a quarter of them, so that a fault in the late, small rows
-# of a causal case is not measured by the early ones.
+# The number of sampled rows that are judged together: a quarter of the sample, so that a fault in the late rows of a
+# causal case, whose values are small, is not measured by the early rows.
 SAMPLED_BLOCK = 16
 # The number of pairs of a chunk: small enough for a CPU's cache, large enough for a GPU.
 _CHUNK_PAIRS = {"cpu": 2**20, "cuda": 2**26}
-_MOST_PAIRS = 2**24  # of a sample whose rounding is estimated
+_MOST_PAIRS = 2**24  # pairs of the largest sample whose rounding is estimated
 
 
 class Sample(NamedTuple):
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 
 
 def choose_samples(case: Case, rows: int = 64) -> list[Sample]:
-    """Samples of the first and last batch entry and head, with rows at both ends, where masks cut, and in between."""
+    """Samples of the first and the last batch entry and head: rows at both ends, where masks cut, and in between."""
 
     def indices(count: int) -> Tensor:
         return torch.linspace(0, count - 1, min(count, rows)).round().long().unique()
@@ -80,7 +80,7 @@ def expected_rows(case: Case, inputs: Inputs, sample: Sample, compute_dtype: tor
     delta = (dout[:, queries] * (p @ v)).sum(-1, keepdim=True)
     dq = p * (dout[:, queries] @ v.T - delta) @ k * scale
 
-    # sums over chunks are in float32 at least, in which a single GEMM over all queries would accumulate
+    # sums over chunks are at least in float32, as a single GEMM over all queries would accumulate them
     accum = torch.promote_types(compute_dtype, torch.float32)
     dk = torch.zeros(len(keys), case.head_dim, dtype=accum, device=device)
     dv = torch.zeros(len(keys), case.head_dim_v, dtype=accum, device=device)
@@ -159,7 +159,8 @@ class Oracle:
 def _floors(case: Case, inputs: Inputs, sample: Sample) -> dict[str, Tensor]:
     """What rounding alone may do to the sampled rows of out and dq, see `rounding_terms`: (group, rows, dim).
 
-    Empty for samples of many pairs, in whose many values plain PyTorch's largest error is no matter of chance.
+    The result is empty for samples of many pairs: among so many values, plain PyTorch's largest error is no matter of
+    chance.
     """
     group, device = case.heads_q // case.heads_kv, inputs.q.device
     if group * len(sample.queries) * case.seqlen_k > _MOST_PAIRS:

@@ -60,7 +60,7 @@ def problem_of(step: Step) -> DecodeProblem:
 
 
 class Sequences:
-    """A cache, paged or not, that is indexed like a (batch, seqlen, heads, dim) tensor, one sequence at a time."""
+    """A cache, in pages or dense, that is indexed like a (batch, seqlen, heads, dim) tensor, one sequence at a time."""
 
     def __init__(self, step: Step, cache: Tensor):
         self.table, self.cache = step.page_table, cache
@@ -87,12 +87,12 @@ def make_step(case: Case, device: str, seed: int = 0) -> Step:
 
 
 class CacheCopies(NamedTuple):
-    """How a step's bytes are kept from coming from the L2 cache: by reading other copies first, or by a flush.
+    """How a step is kept from reading from the L2 cache: by reading other copies of its cache first, or by a flush.
 
     Attributes:
         number: the number of copies of the cache that are read in turn.
-        is_flushed: the copies do not fill the L2 cache often enough, so it is flushed before each sample, which reads
-            each copy once.
+        is_flushed: whether the L2 cache is flushed before each sample, which then reads each copy once, because the
+            copies do not fill the L2 cache often enough.
     """
 
     number: int
@@ -158,7 +158,7 @@ def onepass_decoders(backend: str | None = None) -> dict[str, Decoder]:
 def flash_attention_3_run(is_prepared: bool = False) -> Run:
     """FlashAttention-3's flash_attn_with_kvcache, which chooses its splits.
 
-    Args: is_prepared: whether the first call makes the metadata that every call else makes, with a kernel of its own.
+    Args: is_prepared: whether the first call makes the metadata once; without it every call does, with another kernel.
     Raises: ImportError where no package has the function.
     """
     module = _flash_attention_3()
@@ -207,7 +207,7 @@ def sdpa_run() -> Run:
     return run
 
 
-# by their names in peers.PEERS
+# the keys are names in peers.PEERS
 PEER_RUNS: dict[str, Callable[[], Run]] = {"fa3": flash_attention_3_run, "sdpa": sdpa_run}
 
 
@@ -268,7 +268,7 @@ def measure_row(set_name: str, case: Case, found: Found, options: Options) -> Ro
 
 
 def oracle_of(case: Case, step: Step) -> Oracle:
-    """The sampled rows of out of a step, paged or not."""
+    """The oracle of the sampled rows of out of a step, over pages or a dense cache."""
     k, v = (Sequences(step, cache) for cache in (step.k_cache, step.v_cache))
     inputs: Any = Inputs(step.q, k, v, step.q)  # type: ignore[arg-type]  # read by sequence and head alone
     return Oracle(case, inputs)

@@ -1,4 +1,4 @@
-"""How much work a case is. No FLOP or byte formula stands anywhere else."""
+"""How much work a case is: the only place with formulas of FLOPs and bytes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def describe(device: str) -> dict[str, Any]:
             "logical_cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
-            # the work of others at the start: a figure that was taken on a busy machine says so
+            # the load of the machine at the start, by which figures from a busy machine are recognized
             "load_average_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         },
         "gpu": _gpu(device) if is_cuda else None,
@@ -114,7 +114,7 @@ def under_load(call: Callable[[], object], seconds: float = 0.7) -> dict[str, st
         for _ in range(20):
             call()
         torch.cuda.synchronize()
-    for _ in range(400):  # still to be done when the clock is read
+    for _ in range(400):  # these calls still run when the clock is read
         call()
     values = (_run("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader") or "").split(", ")
     torch.cuda.synchronize()

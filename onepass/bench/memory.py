@@ -84,7 +84,7 @@ class Peak(NamedTuple):
 
 def peak_of(work: Callable[[], Result], device: str) -> tuple[Result, Peak]:
     """Run `work` in this process. Returns: its result and its peak, by torch's allocator (CUDA) or resident memory."""
-    results = []  # it stays alive until the end, as it would for a caller
+    results = []  # the result stays alive until the end, as it would for a caller
 
     def keep() -> None:
         results.append(work())
@@ -149,7 +149,7 @@ def _sampled_peak_of_process(work: Callable[[], object]) -> Peak:
 
 
 def _give_back_freed_memory() -> None:
-    """Hand back what malloc keeps after the warm-up, which would hide as much of the measured call; glibc can do it."""
+    """Return to the system what glibc's malloc keeps after the warm-up: it would hide as much of the measured call."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):

@@ -33,8 +33,8 @@ class Contender:
 
     Attributes:
         refusal: says why the contender does not compute a case; None if it does.
-        heads_first: the contender wants contiguous (batch, heads, seqlen, head_dim), and others (batch, seqlen, heads,
-            head_dim). Each contender gets its own layout, which is prepared outside the timing.
+        heads_first: whether the contender wants contiguous tensors (batch, heads, seqlen, head_dim) in place of (batch,
+            seqlen, heads, head_dim). Each contender gets its own layout, which is prepared outside the timing.
         adapt: changes the case before it is run, which makes "onepass without the window" a contender.
     """
 
@@ -105,7 +105,7 @@ def ask_support(case: Case, device: str) -> onepass.Support:
 
 
 def onepass_contender(device: str) -> Contender:
-    """onepass as a user gets it on that device: the backend is its own choice."""
+    """onepass as a user gets it on this device: it chooses the backend itself."""
 
     def refusal(case: Case) -> str | None:
         support = ask_support(case, device)
@@ -115,7 +115,7 @@ def onepass_contender(device: str) -> Contender:
 
 
 def without_window(contender: Contender) -> Contender:
-    """The contender without the window, so with every pair visible that `causal` leaves visible, to compare with."""
+    """The contender without the window, to compare with: every pair that `causal` leaves visible is visible."""
     return replace(contender, name=f"{contender.name}-no-window", adapt=lambda case: replace(case, window=None))
 
 

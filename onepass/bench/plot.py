@@ -31,7 +31,7 @@ def plot(report: dict[str, Any], path: Path) -> list[Path]:
     """Draw all sets of a report (the JSON content, or `Report.to_dict()`).
 
     Args:
-        path: the PNG file. With several sets in the report, the set's name stands before the suffix.
+        path: the PNG file. If the report has several sets, the name of the set is added before the suffix.
 
     Returns: the files written, none for a report without results.
     """
@@ -160,7 +160,7 @@ def _what_to_show(rows: Sequence[Row]) -> tuple[str, str, float]:
     if rows[0]["measure"] == "decode":
         return "of_copy", "% of a copy's bandwidth", 100.0
     if all(row["case"]["window"] is not None for row in rows):
-        # with a window and without one are different amounts of work: the time says what TFLOP/s would hide
+        # a window changes the amount of work, so the time says what TFLOP/s would hide
         return "median_ms", "ms", 1.0
     fastest = max(entry["tflops"] for row in rows for entry in row["contenders"].values())
     return ("tflops", "TFLOP/s", 1.0) if fastest >= 10 else ("tflops", "GFLOP/s", 1e3)

@@ -53,8 +53,7 @@ class Report:
     """The content of a results file; the file is written again, whole and at once, after every row.
 
     Attributes:
-        status: "running", "complete", "interrupted" or "failed: <reason>"; rows are missing from all but a
-            complete one.
+        status: "running", "complete", "interrupted" or "failed: <reason>"; only a complete report has all rows.
     """
 
     header: dict[str, Any]
@@ -80,7 +79,7 @@ class Report:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Measure in this context. However it ends, the file holds what there is and says so. Ctrl-C ends quietly."""
+        """A context to measure in. However it ends, the file holds the rows and the status. Ctrl-C ends it quietly."""
         self.save()
         try:
             yield
@@ -111,7 +110,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         with os.fdopen(descriptor, "w") as file:
             json.dump(content, file, indent=1, allow_nan=False)
             file.write("\n")
-        os.chmod(name, 0o644)  # mkstemp's are private
+        os.chmod(name, 0o644)  # files of mkstemp are private
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

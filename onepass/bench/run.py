@@ -76,7 +76,7 @@ def run(
 
 
 def side_stream(options: Options) -> contextlib.AbstractContextManager:
-    """CUDA graphs cannot be captured on the default stream."""
+    """A stream of its own on a GPU, because CUDA graphs cannot be captured on the default stream."""
     if options.device_type != "cuda":
         return contextlib.nullcontext()
     use_device(options.device)
@@ -84,7 +84,7 @@ def side_stream(options: Options) -> contextlib.AbstractContextManager:
 
 
 def use_device(device: str) -> None:
-    """Make a device the current one. "cuda" is the one that is current already; torch does not take that name."""
+    """Make a device the current one. "cuda" means the device that is current already: torch wants a number here."""
     index = torch.device(device).index
     if device.startswith("cuda") and index is not None:
         torch.cuda.set_device(index)
@@ -166,8 +166,8 @@ def time_contenders(
     so_far = Samples({})
     if not samplers:
         return so_far
-    # the ceiling is measured right before, not in the rounds: contenders take turns with one another alone, and none
-    # of them finds its caches emptied by a large GEMM
+    # the ceiling is measured right before the rounds, not within them, so that no contender finds its caches emptied
+    # by a large GEMM
     gemm, gemm_flops = _gemm(case, options)
     gemm_ms = measure_interleaved({GEMM: gemm}, rounds=GEMM_ROUNDS).spread(GEMM).median
     row["gemm"] = {"median_ms": gemm_ms, "tflops": gemm_flops / gemm_ms / 1e9}
@@ -189,7 +189,7 @@ def time_contenders(
 def _poison(inputs: Inputs) -> None:
     """Leave NaN in the memory that results are likely to get.
 
-    A contender that writes too little must not find the result of another there.
+    A contender that writes too little must not find another contender's result in this memory.
     """
     poisoned = [torch.full_like(t, math.nan) for t in inputs]
     del poisoned

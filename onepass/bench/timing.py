@@ -1,4 +1,4 @@
-"""Interleaved timing: contenders take turns, so that whatever the machine does, it does to all of them.
+"""Interleaved timing: contenders take turns, so that changes of the machine's speed meet all of them.
 
 The speed of a shared CPU may change by a factor of two for seconds at a time, and a GPU's clock follows its
 temperature and power. Contenders timed one after another would meet different machines. Here each round runs every
@@ -83,14 +83,14 @@ def measure_interleaved(
 
     Args:
         rounds: the number of rounds; None means as many as fit into the budget, between min_rounds and max_rounds.
-        time_budget_s: seconds of all rounds together. Where min_rounds take three times as long, FEWEST_ROUNDS are
-            enough.
+        time_budget_s: seconds of all rounds together. Where fewer than min_rounds take three times as long,
+            FEWEST_ROUNDS are enough.
         seed: draws an order for four rounds at a time: forwards, backwards, and both again from the second name on. So
-            neighbours change, too: under a power limit, whoever comes after a frugal contender finds a higher clock.
-            None means that the order rotates.
+            neighbors change, too: under a power limit, a contender finds a higher clock after a frugal one. None means
+            that the order rotates.
         warms_up: whether samplers are called before the first round; False for samplers that warm up by themselves.
-        on_round: called with all samples so far after each round, outside of any sample: they are what is left if there
-            is no next round.
+        on_round: called after each round, outside of any sample, with all samples so far, which are what is left if
+            there is no next round.
     """
     ms: dict[str, list[float]] = {name: [] for name in samplers}
     names = list(samplers)
@@ -175,7 +175,7 @@ def host_us(call: Call, calls: int, samples: int = 1, clock: Callable[[], float]
 
     Args:
         calls: calls of a sample. The GPU is waited for after each sample and never within one.
-        clock: time.thread_time counts the CPU time of this thread, time.perf_counter also what it waits.
+        clock: time.thread_time counts the CPU time of this thread, time.perf_counter also the time that it waits.
     """
 
     def wait() -> None:
@@ -203,13 +203,13 @@ def input_copies(bytes_per_call: int) -> int:
 
 @functools.cache
 def _flush_buffer(device_index: int) -> torch.Tensor:
-    """Written before each sample: it empties the L2 cache, and keeps the GPU busy while the host enqueues."""
+    """A buffer to write before each sample, which empties L2, and keeps the GPU busy while the host enqueues."""
     l2_bytes = torch.cuda.get_device_properties(device_index).L2_cache_size
     return torch.empty(max(2 * l2_bytes, 2**28), dtype=torch.uint8, device=f"cuda:{device_index}")
 
 
 def _host_sync(call: Call) -> str | None:
-    """Why a call cannot be captured: torch's own message on where it waits for the GPU; None if it does not wait."""
+    """Why a call cannot be captured: torch's own message about its wait for the GPU; None if the call does not wait."""
     previous = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -228,7 +228,7 @@ class CudaSampler:
         calls: the same work on different copies of the inputs, run in turn. They must have been prepared on the
             current stream, which must not be the default one: a backward pass runs on the stream of its forward.
         sample_ms: calls are repeated until a sample is about this long, so that the events weigh nothing.
-        pool: a torch.cuda.graph_pool_handle() shared by samplers whose results nobody reads: they write over one
+        pool: a torch.cuda.graph_pool_handle() that samplers share whose results nobody reads, since they write over one
             another's memory.
 
     Attributes:
@@ -243,7 +243,7 @@ class CudaSampler:
         self._flush = _flush_buffer(torch.cuda.current_device())
         self._run: Call = self._run_eagerly
         self.launch = "graph"
-        # asked first, because a capture that fails half-way leaves the allocator in its capture pool
+        # checked first, because a capture that fails half-way leaves the allocator in its capture pool
         if reason := _host_sync(calls[0]):
             self.launch = f"eager: {reason}"
             return

@@ -12,7 +12,7 @@ USAGE = "usage: python -m onepass.compat run [--replace] (script.py | -m module)
 
 
 def main(arguments: list[str]) -> None:
-    """Run what `python script.py` or `python -m module` does. Args: arguments: those after the name of this module."""
+    """Do what `python script.py` or `python -m module` does. Args: arguments: what follows this module's name."""
     command, arguments = arguments[:1], arguments[1:]
     replace = arguments[:1] == ["--replace"]
     script = arguments[1:] if replace else arguments

@@ -94,12 +94,12 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Pack a padded batch of which each entry holds several sequences, one after the other.
+    """Pack a padded batch whose entries hold several sequences each, one after the other.
 
     Args:
         hidden_states: (batch, seqlen, ...).
-        attention_mask_in_length: (batch, seqlen) int: row b holds the lengths of the sequences of entry b, wherever it
-            is not 0.
+        attention_mask_in_length: (batch, seqlen) int: the numbers of row b that are not 0 are the lengths of the
+            sequences of entry b.
 
     Returns: the first four results of `unpad_input`, with a sequence for each length.
     """

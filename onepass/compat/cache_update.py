@@ -1,7 +1,7 @@
 """Rotating queries and new keys and appending keys to a cache, in PyTorch, where flash-attn's rules are not ours.
 
 flash-attn counts rotary positions from the length of the cache, and rotates all queries alike where there is neither a
-causal mask nor a window; `onepass.attention_decode` counts from the last key. New keys may be packed there, too.
+causal mask nor a window; `onepass.attention_decode` counts from the last key. flash-attn also takes packed new keys.
 Everything is computed on the device of the lengths; values are read from the host's memory alone.
 """
 
@@ -76,8 +76,8 @@ def rotated(
 
     Args:
         x: (batch, seqlen, num_heads, head_dim), or packed (total, num_heads, head_dim) with its cu_seqlens.
-        one_position: all rows of a batch entry stand at its first position.
-        used: (batch,) int32: only the first rows of each entry exist; the tables need no rows for the others.
+        one_position: whether all rows of a batch entry stand at its first position.
+        used: (batch,) int32: only the first rows of each entry exist; the tables need no rows for all others.
     """
     x = x.bfloat16() if x.dtype == E4M3 else x
     if rotary is None:
@@ -104,9 +104,9 @@ def rotated(
 
 
 def rows_of_sequences(rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequence that each packed row belongs to, and its number in the sequence, int64 each.
+    """The sequence that each packed row belongs to, and the row's number in that sequence, int64 each.
 
-    Rows past the last offset have the number of sequences for their sequence, and an arbitrary number.
+    For rows past the last offset, the sequence is the number of sequences, and the number in it is arbitrary.
     """
     row = torch.arange(rows, device=cu_seqlens.device)
     owner = torch.searchsorted(cu_seqlens[1:], row.to(cu_seqlens.dtype), right=True)
@@ -151,7 +151,7 @@ def append(
         page = page_table.long()[entry, position // page_size]
         is_valid = is_valid & (page >= 0) & (page < caches[0].shape[0])
         place = page.clamp(0, caches[0].shape[0] - 1), position % page_size
-    # rows that are not written repeat the write of another row, so that no write depends on an order
+    # a row that is not to be written repeats the write of another row, so that the order of writes does not matter
     order = torch.arange(len(entry), device=entry.device)
     source = torch.where(is_valid, order, -1).cummax(0).values
     source = torch.where(source < 0, is_valid.long().argmax(), source)

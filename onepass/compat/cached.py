@@ -1,4 +1,4 @@
-"""Attention over a key/value cache with the options that flash-attn's functions have there."""
+"""Attention over a key/value cache with the options of flash-attn's functions."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Cache(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """Options that few calls have beside a mask.
+    """Options beside a mask that few calls have.
 
     Attributes:
-        starts: (batch,) int32: keys before it do not exist. Queries that stand before it still see what the mask
-            leaves them.
+        starts: (batch,) int32: the keys before it do not exist. Queries that stand before it still see the keys that
+            the mask leaves them.
         chunk: the number of keys in a chunk, counted from the first key that exists. A query sees its own chunk.
         alibi_slopes: as for `onepass.attention`.
     """
@@ -150,7 +150,7 @@ def _attend_used(
     keys = Packed(torch.zeros_like(queries.cu_seqlens), lengths)
     queries, keys = without_unused_queries(queries, keys)
     table = cache.page_table
-    if table is None:  # each entry is a page as long as the cache
+    if table is None:  # each entry of the cache is a page as long as the entry
         table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
 
     def twice(t: Tensor | None) -> Tensor | None:
@@ -187,7 +187,7 @@ def append_and_attend(
 
     Args:
         new: keys and values in q's dtype, (batch, seqlen_new, ..), or packed (total_new, ..) with cu_seqlens_new.
-        rotary: rotates new keys and queries, which all stand at the first new position if no mask tells them apart.
+        rotary: rotates new keys and queries; queries all stand at the first new position if no mask tells them apart.
         options: as for `attend`, with seqused_q.
 
     The caches are unchanged if it raises. If an input requires a gradient, a backward through the results raises.
@@ -250,7 +250,7 @@ def _check_before_writing(
     extras: Extras,
     options: dict[str, Any],
 ) -> None:
-    """Raise what the call would raise, while the caches are as they were."""
+    """Raise what the call would raise, before the caches are changed."""
     inputs = DecodeInputs(
         q,
         cache.k,
@@ -275,7 +275,7 @@ def _check_before_writing(
 def check_over_pages(
     q: Tensor, cache: Cache, lengths: Tensor, cu_seqlens_q: Tensor, extras: Extras, options: dict[str, Any]
 ) -> None:
-    """Raise what `attend` would raise of packed queries over pages, for calls that are computed in another way."""
+    """Raise what `attend` of packed queries over pages would raise, for calls that are computed in another way."""
     _check_before_writing(q, cache, lengths, lengths, cu_seqlens_q, extras, options)
 
 
@@ -318,7 +318,7 @@ def lengths_of(
 ) -> Tensor:
     """The filled lengths as a (batch,) tensor. The host checks an int, but not the values of a tensor on a device.
 
-    Args: name: of the argument, for messages. table: the name of the table of pages that the call has, if it has one.
+    Args: name: the argument's name, for messages. table: the name of the page table of the call, if it has one.
     """
     if cache_seqlens is None:
         cache_seqlens = capacity
@@ -349,9 +349,9 @@ def refuse_beyond_pages(
     """Raise `BeyondPagesError` if a length, read from the host's memory, is beyond the rows that a table addresses.
 
     Args:
-        name, table: of the arguments, for messages.
-        new: the number of new keys, or (batch,) those of each entry.
-        waits: read lengths from a GPU, too, but not while a CUDA graph is captured.
+        name, table: the names of the arguments, for messages.
+        new: the number of new keys of every entry, or (batch,), the numbers of each entry.
+        waits: whether lengths are read from a GPU, too, except while a CUDA graph is captured.
     """
     is_ordinary = type(lengths) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
     if not is_ordinary or lengths.is_meta or not lengths.numel():

@@ -1,4 +1,4 @@
-"""The road of calls without a cache in flash-attn 3 and 4: sequences cut in any way, forward and backward."""
+"""Calls of flash-attn 3 and 4 without a cache, forward and backward: sequences may be cut in any way."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def attend(
     attention_chunk: Any = 0,
     deterministic: Any = False,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a call without a cache, in its shapes.
+    """out and lse of a call without a cache, in the shapes of the call.
 
     Args:
         descales: q_descale, k_descale and v_descale (batch, num_heads_kv) float32 of e4m3 tensors, or None each.
@@ -76,7 +76,7 @@ def _attend_e4m3(
         per_head = q_descale.repeat_interleave(group, -1) if q_descale.dim() else q_descale
         quantized = QuantizedQKV(q, k, v, per_head, k_descale, v_descale)
         return function(quantized, **settings)
-    # kernels of FP8 have no ranges of keys: in bfloat16, with the descales of q and k in q and v's on out
+    # FP8 kernels take no ranges of keys, so this runs in bfloat16: q is multiplied by q's and k's descales, out by v's
     cu_seqlens_q = call.options.get("cu_seqlens_q")
     q = dequantized_queries(q, given, group, cu_seqlens_q)
     result = function(q, k.to(q.dtype), v.to(q.dtype), **settings, **modifiers)
@@ -97,8 +97,8 @@ def backward(
     """dq, dk and dv in the shapes of q, k and v, and dsinks (of size 0 without sinks).
 
     Args:
-        buffers: tensors that dq, dk and dv are copied into and that are returned then, or None each.
-        options: of `onepass.attention`. lse_name: of lse, for messages.
+        buffers: for each of dq, dk and dv the tensor that it is copied into and that is then returned, or None.
+        options: options of `onepass.attention`. lse_name: the name of the argument lse, for messages.
     """
     q, k, v, dout, out, lse, dlse = conventions.detached(*inputs, dout, out, lse, dlse)
     try:

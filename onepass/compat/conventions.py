@@ -34,7 +34,7 @@ def pair_of(window_size: Any) -> Window:
 
 
 def pair_of_sides(window_size_left: Any, window_size_right: Any) -> Window:
-    """The two sides of a window that are arguments of their own."""
+    """The two sides of a window, from two arguments."""
     return _checked_side("window_size_left", window_size_left), _checked_side("window_size_right", window_size_right)
 
 
@@ -51,7 +51,7 @@ def _values_of(t: Tensor) -> Any:
 
 
 def opened(window: Window) -> Window:
-    """The window for `onepass.attention` of one in which a negative side is unbounded."""
+    """A window for `onepass.attention`, from one in which a negative side is unbounded."""
     left, right = (None if side is None or side < 0 else side for side in window)
     return left, right
 
@@ -86,7 +86,7 @@ def check_per_entry(name: str, t: Any, batch: int, device: torch.device) -> None
 
 
 def check_chunk(attention_chunk: Any) -> int:
-    """The number of keys of a chunk; 0: there are no chunks."""
+    """The number of keys of a chunk, checked; 0: there are no chunks."""
     return min(check_int("attention_chunk", attention_chunk, least=0), LARGEST_BLOCK)
 
 
@@ -100,7 +100,7 @@ def check_into(name: str, t: Any, q: Any, v: Any) -> None:
 
 
 def check_hints(*, num_splits: Any = None, pack_gqa: Any = None, sm_margin: Any = 0) -> None:
-    """Check arguments that say how a result is computed, and have no meaning here."""
+    """Check the arguments that tell flash-attn how to compute a result; they have no effect in onepass."""
     if num_splits is not None:
         check_int("num_splits", num_splits)
     check_flag("pack_gqa", pack_gqa, allow_none=True)
@@ -130,10 +130,11 @@ class _WithoutBackward(torch.autograd.Function):
 
 
 def without_backward(function: str, out: Tensor, *inputs: Any) -> Tensor:
-    """out, which raises in a backward pass if gradients are recorded and one of the inputs requires one.
+    """out, through which a backward pass raises if gradients are recorded and one of the inputs requires one.
 
     Args:
-        function: what has no backward, for the message. inputs: arguments; those that are no tensors have no effect.
+        function: what has no backward, for the message.
+        inputs: arguments of the call; the ones that are no tensors have no effect.
     """
     if not torch.is_grad_enabled():
         return out
@@ -142,5 +143,5 @@ def without_backward(function: str, out: Tensor, *inputs: Any) -> Tensor:
 
 
 def detached(*arguments: Any) -> Any:
-    """The arguments as a tuple, tensors without their history."""
+    """The arguments as a tuple, with tensors detached from their history."""
     return tuple(t.detach() if isinstance(t, Tensor) else t for t in arguments)

@@ -14,7 +14,7 @@ Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def check_results(q: Tensor, v: Tensor, dout: Any, out: Any, stats: dict[str, Any]) -> None:
-    """Check the results of a forward, in the shapes of the call. Args: stats: as of `check_stats`."""
+    """Check the results of a forward, in the shapes of the call. Args: stats: as for `check_stats`."""
     tensors.check_tensors({"q": q, "dout": dout, "out": out})
     expected = (*q.shape[:-1], *v.shape[-1:])
     for name, t in (("dout", dout), ("out", out)):
@@ -32,7 +32,7 @@ def check_stats(q: Tensor, stats: dict[str, Any]) -> None:
 
 
 def check_buffers(inputs: tuple[Tensor, ...], buffers: Buffers) -> None:
-    """Check the tensors that dq, dk and dv are copied into, or None each."""
+    """Check the tensors that dq, dk and dv are copied into; each may be None."""
     for name, t, buffer in zip(("dq", "dk", "dv"), inputs, buffers, strict=True):
         if buffer is not None and tensors.check_tensor(name, buffer).shape != t.shape:
             raise ValueError(f"{name}: expected shape {tuple(t.shape)}, got {tuple(buffer.shape)}")
@@ -45,7 +45,7 @@ def gradients(call: Steps, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor 
 
 
 def into_buffers(found: tuple[Tensor, ...], inputs: tuple[Tensor, ...], buffers: Buffers) -> tuple[Tensor, ...]:
-    """dq, dk and dv in the shapes of q, k and v, copied into the given tensors, which are returned then."""
+    """dq, dk and dv in the shapes of q, k and v. If there is a buffer, it gets the gradient and is returned."""
     shaped = [g.reshape(t.shape) for g, t in zip(found, inputs, strict=True)]
     with torch.no_grad():
         return tuple(g if b is None else b.copy_(g) for g, b in zip(shaped, buffers, strict=True))
@@ -57,5 +57,5 @@ def row_sums(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def padded_rows(sums: Tensor, length: int) -> Tensor:
-    """Rows with zeros behind them, up to a length of the last dimension."""
+    """Sums of rows with zeros behind them, up to a length of the last dimension."""
     return torch.nn.functional.pad(sums, (0, length - sums.shape[-1]))

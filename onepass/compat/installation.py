@@ -1,4 +1,4 @@
-"""`install`: modules and distributions with the names of flash-attn's, for code that runs unchanged."""
+"""`install`: modules and distributions with flash-attn's names, so that code which imports them runs unchanged."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """The modules are complete."""
+        """Do nothing: the modules are complete."""
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         wanted = getattr(context, "name", None)
@@ -160,7 +160,7 @@ class _Installed:
 
 
 def _forget_answers() -> None:
-    """Clear what Python and transformers, if it is imported, remember of the modules and distributions that exist."""
+    """Make Python, and transformers if it is imported, forget which modules and distributions exist."""
     importlib.invalidate_caches()
     questions = sys.modules.get("transformers.utils.import_utils")
     for name, function in list(vars(questions).items()) if questions is not None else ():
@@ -210,13 +210,13 @@ class Installation:
 
 
 def install(*, replace: bool = False) -> Installation:
-    """Put modules with the names of flash-attn's in place, whose functions onepass computes.
+    """Put modules with flash-attn's names in place, whose functions onepass computes.
 
     The modules are `flash_attn` (with `flash_attn_interface`, `bert_padding`, `layers.rotary`, `ops.triton.rotary` and
     `cute`), `flash_attn_interface`, `flash_attn_3.flash_attn_interface` and `flash_attn_2_cuda`. `importlib.metadata`
-    finds their distributions, and `torch.ops.flash_attn` and `torch.ops.flash_attn_3` have their operators. Code that
-    asked for them before has had its answer, so call this before importing such code. transformers may be imported
-    before: what it remembers is cleared. A second call changes nothing.
+    finds their distributions, and `torch.ops.flash_attn` and `torch.ops.flash_attn_3` have their operators. Call this
+    before importing code that looks for these modules, since it does not look again. transformers may be imported
+    before: its answers are cleared. A second call changes nothing.
 
     Args:
         replace: take the place of modules with these names that are imported or installed.

@@ -8,22 +8,22 @@ from torch._C._functorch import peek_interpreter_stack
 
 from .cache_update import is_on_host
 
-# Ranges of keys that a mask leaves are multiples of it: the mask itself is still applied, so nothing is lost, and a
-# reduction over so many keys leaves little to look at.
+# The ranges of keys that a mask leaves begin and end at multiples of this number. The mask itself is still applied, so
+# nothing is lost, and a reduction over so many keys leaves little to look at.
 RANGE_KEYS = 128
 
 # The dtype of the bias that stands for a boolean mask; its values are 0 and -inf.
 BOOLEAN_BIAS = torch.bfloat16
 
-# A row of a mask without a value above this one, but not all of -inf, is lifted. Its scores would be lost in the
-# rounding of such numbers, and its lse, which the backward reads, would not know how many keys share the row.
+# A row of a mask that has no value above this one, but some value other than -inf, is lifted. Otherwise its scores are
+# lost in the rounding of such numbers, and its lse, which the backward reads, does not tell how many keys share it.
 LOWEST = -(2.0**14)
 
 
 def four_dimensional(mask: Tensor, leading: torch.Size) -> Tensor:
-    """A mask as (batch or 1, heads or 1, queries or 1, keys or 1), a view except for some masks of many dimensions."""
+    """A mask as (batch or 1, heads or 1, queries or 1, keys or 1): a view, except for some masks of many dimensions."""
     if not mask.requires_grad:
-        # what was expanded is broadcast again, so that no copy of the mask is larger than what is in memory
+        # dimensions that were expanded shrink to 1 again, so that no copy is larger than the mask is in memory
         for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
             mask = mask.narrow(dim, 0, 1) if stride == 0 and size > 1 else mask
     rank = max(4, len(leading) + 2)
@@ -40,7 +40,7 @@ def padding_arguments(mask: Tensor, batch: int, seqlen_q: int, is_aligned: bool)
     A padding mask is boolean, (batch or 1, 1, 1, seqlen_k), each of its rows is one run of True or has none, and its
     values can be read without waiting for a device.
 
-    Args: is_aligned: the call has a causal mask or a window, which `seqused_k` would move.
+    Args: is_aligned: whether the call has a causal mask or a window, which `seqused_k` would move.
     """
     if mask.dtype != torch.bool or mask.shape[1:3] != (1, 1) or mask.shape[-1] == 1:
         return None
@@ -70,7 +70,7 @@ def mask_arguments(mask: Tensor, seqlen_q: int, seqlen_k: int) -> dict[str, Tens
 
 
 def _lifted(mask: Tensor) -> Tensor:
-    """The mask, less the largest value of each row that has none above `LOWEST`: softmax does not see the difference.
+    """The mask, with rows that have no value above `LOWEST` lifted to a largest value of 0: softmax does not change.
 
     Masks that hide keys by `torch.finfo(dtype).min` have such rows for queries that are to see nothing.
     """
@@ -81,7 +81,7 @@ def _lifted(mask: Tensor) -> Tensor:
 
 
 def _key_ranges(is_seen: Tensor, seqlen_k: int) -> Tensor:
-    """(..., 2) int32: from the first to the end of the last `RANGE_KEYS` keys of which a row sees one.
+    """(..., 2) int32: the range of blocks of `RANGE_KEYS` keys, from the first to the last of which a row sees a key.
 
     Args: is_seen: (..., seqlen_k) bool.
     """

@@ -13,7 +13,7 @@ from ..validation import tensors
 def merged(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, see `flash_attn_3.flash_attn_combine`."""
+    """The merged out and lse; see `flash_attn_3.flash_attn_combine`."""
     for name, tensor, ranks in (("out_partial", out_partial, (4, 5)), ("lse_partial", lse_partial, (3, 4))):
         if tensors.check_tensor(name, tensor).dim() not in ranks:
             expected = " or ".join(map(str, ranks))

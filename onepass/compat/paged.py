@@ -48,7 +48,7 @@ def over_pages(
     where it is not asked for.
 
     Args:
-        lengths: (batch,) int32, the keys of each sequence. lengths_name: the argument that says them, for messages.
+        lengths: (batch,) int32, the keys of each sequence. lengths_name: the name of their argument, for messages.
         options: causal, window, softcap and softmax_scale of `onepass.attention`.
     """
     tensors.check_tensor("block_table", block_table, "an int32 torch.Tensor")
@@ -87,9 +87,9 @@ def _with_dropout(
     extras: Extras,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results of `over_pages`, over pages that are gathered into one tensor. Kernels clamp lengths and pages.
+    """The results of `over_pages`, from pages gathered into one tensor. Lengths and pages are clamped, as in kernels.
 
-    Args: longest: the sizes of S_dmask, None: it is not asked for.
+    Args: longest: the sizes of S_dmask; None: it is not asked for.
     """
     batch, capacity = lengths.shape[0], cache.capacity
     assert cache.page_table is not None

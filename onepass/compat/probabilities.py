@@ -1,8 +1,8 @@
 """S_dmask: the dense probabilities of a call with dropout, and which of them were dropped, for debugging.
 
-It is what `return_attn_probs=True` of flash-attn 2 returns. An element is exp(score - maximum of its row), so that
-dividing it by the sum of its row, without signs, gives the probability before dropout. It is negative where dropout
-left the pair out, even if the probability rounds to 0, and 0 where the mask hides the key.
+flash-attn 2 returns S_dmask with `return_attn_probs=True`. The magnitude of an element is exp(score - maximum of its
+row); divided by the sum of the magnitudes of its row it is the probability before dropout. An element is negative where
+dropout left the pair out, even if the probability rounds to 0, and 0 where the mask hides the key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..geometry import philox
 from ..problem import AttentionProblem
 from ..validation.scalars import LARGEST_BLOCK, check_int
 
-ROUNDED_TO = 128  # the sizes of S_dmask are multiples of it
+ROUNDED_TO = 128  # the sizes of S_dmask are multiples of this number
 ONE_BLOCK = 2**31 - 1  # elements of a row are relative to one maximum, as if a block of keys held all of them
 
 
@@ -43,7 +43,7 @@ def of_call(call: Steps, alibi_slopes: Tensor | None, lengths: dict[str, Any], s
 
 
 def _longest(name: str, value: Any) -> int:
-    """A longest length, which is a size of S_dmask. A tensor is read, which waits for its device."""
+    """The longest length of sequences, as a size of S_dmask. A tensor is read, which waits for its device."""
     value = value.item() if isinstance(value, Tensor) else value
     value = check_int(name, value, "an int where the probabilities of a call with dropout are returned", least=0)
     if value > LARGEST_BLOCK:
@@ -103,7 +103,9 @@ def _signed(
 ) -> Tensor:
     """S_dmask of a padded batch.
 
-    Args: lengths_q, lengths_k: (batch,), the rows of each entry that exist. starts: (batch,), its first key, or None.
+    Args:
+        lengths_q, lengths_k: (batch,), how many rows of each entry exist.
+        starts: (batch,), the first key of each entry, or None.
     """
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k, dtype = k.shape[1], q.dtype

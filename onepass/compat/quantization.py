@@ -1,4 +1,4 @@
-"""Descales of e4m3 tensors as flash-attn 3 has them: float32, one for each kv head of each batch entry."""
+"""Descales of e4m3 tensors in the form of flash-attn 3: float32, one for each kv head of each batch entry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def filled_descales(descales: tuple[Any, ...], device: torch.device) -> tuple[Te
 
 
 def score_descale(descales: tuple[Any, ...]) -> Tensor | None:
-    """What scores are multiplied with, (batch, num_heads_kv): the descales of q and k; None: nothing."""
+    """The factor of scores, (batch, num_heads_kv): the product of the descales of q and k; None: 1."""
     q_descale, k_descale, _ = descales
     if q_descale is None or k_descale is None:
         return q_descale if k_descale is None else k_descale
@@ -37,7 +37,7 @@ def score_descale(descales: tuple[Any, ...]) -> Tensor | None:
 
 
 def dequantized_queries(q: Tensor, descales: tuple[Any, ...], group: int, cu_seqlens_q: Tensor | None) -> Tensor:
-    """q in bfloat16, times its descale and that of k."""
+    """q in bfloat16, times the descales of q and k."""
     return times_descale(q.bfloat16(), score_descale(descales), group, cu_seqlens_q)
 
 
@@ -46,7 +46,7 @@ def times_descale(rows: Tensor, descale: Tensor | None, group: int, cu_seqlens: 
 
     Args:
         rows: (batch, seqlen, num_heads_q, dim), or packed (total, num_heads_q, dim) with cu_seqlens.
-        descale: (batch, num_heads_kv), or None: 1. group: query heads of a kv head.
+        descale: (batch, num_heads_kv); None: 1. group: the number of query heads of a kv head.
     """
     if descale is None:
         return rows

@@ -3,7 +3,7 @@
 cos and sin are (positions, rotary_dim / 2); the first rotary_dim columns of each head are rotated in float32 (float64
 for float64) and rounded once. Rows at positions past the tables stay as they are where positions are tensors.
 
-Functions that work in place return an alias of their argument. Gradients flow through what they return, and not
+Functions that work in place return an alias of their argument. Gradients flow through the returned tensor, and not
 through the argument.
 """
 
@@ -34,7 +34,7 @@ __all__ = [
     "rotate_half",
 ]
 
-# heads of dimension 2 of a tensor, and their tables
+# a turn: an index into the heads (dimension 2) of a tensor, and the tables cos and sin for these heads
 Turn = tuple["int | slice", Tensor, Tensor]
 
 
@@ -76,7 +76,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """`apply_rotary_emb` with other arguments. Args: conjugate: rotate backwards."""
+    """`apply_rotary_emb` with its arguments in another order. Args: conjugate: rotate backwards."""
     rank = 4 if cu_seqlens is None else 3
     check_tensor("x", x)
     if x.dim() != rank:
@@ -115,7 +115,7 @@ def apply_rotary_emb_qkv_(
     Args:
         qkv: (batch, seqlen, 3, num_heads, head_dim), or (batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim) with
             its num_heads_q.
-        cos, sin: (positions, rotary_dim / 2), also for keys unless there is cos_k and sin_k.
+        cos, sin: (positions, rotary_dim / 2), for keys, too, unless cos_k and sin_k are given.
         interleaved, seqlen_offsets: as for `apply_rotary_emb`.
     """
     check_tensor("qkv", qkv)
@@ -151,7 +151,7 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
-    """Rotate the keys of kv, (batch, seqlen, 2, num_heads, head_dim), in place; the rest: as for `apply_rotary_emb`."""
+    """Rotate the keys of kv, (batch, seqlen, 2, num_heads, head_dim), in place, as `apply_rotary_emb` does."""
     check_tensor("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv: expected shape (batch, seqlen, 2, num_heads, head_dim), got {shape_of(kv)}")
@@ -223,14 +223,14 @@ def _turn_(x: Tensor, positions: Tensor, interleaved: bool, turns: tuple[Turn, .
 
 
 def _positions(x: Tensor, offsets: int | Tensor) -> Tensor:
-    """(batch, seqlen), or (1, seqlen) broadcast to it."""
+    """(batch, seqlen) int64: the position of each row of x (batch, seqlen, ...)."""
     steps = torch.arange(x.shape[1], device=x.device)
     starts = offsets.long()[:, None] if isinstance(offsets, Tensor) else torch.full_like(steps[:1], offsets)[:, None]
     return (starts + steps).expand(x.shape[0], -1)
 
 
 def _tables(x: Tensor, cos: Any, sin: Any, offsets: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The tables of a call, checked, with one more row that rotates by nothing."""
+    """The tables of a call, checked, each with one more row, which leaves columns as they are."""
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(name, table)
         if table.dim() != 2 or 2 * table.shape[1] > x.shape[-1]:
@@ -261,7 +261,7 @@ class RotaryEmbedding(torch.nn.Module):
 
     Args:
         dim: rotary_dim.
-        base: pair i turns by base ** (-2 i / dim) from one position to the next.
+        base: from one position to the next, pair i turns by an angle of base ** (-2 i / dim).
         interleaved: as for `apply_rotary_emb`.
         scale_base: None, or the base of XPos (arXiv:2212.10554): queries are multiplied and keys divided by a factor of
             their position.
@@ -310,7 +310,7 @@ class RotaryEmbedding(torch.nn.Module):
         if found is not None and fits and not (self.training and found.is_inference()):
             return
         self._seq_len_cached = seqlen
-        # a model in 16 bits has rounded its buffers
+        # a model in 16 bits has rounded its buffers, so frequencies are computed again
         inv_freq = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq(device)
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
         angles = torch.outer(position, inv_freq.to(position.device))
@@ -337,7 +337,7 @@ class RotaryEmbedding(torch.nn.Module):
             qkv: what `apply_rotary_emb_qkv_` takes; with kv the queries, (batch, seqlen, num_heads, head_dim).
             kv: (batch, seqlen, 2, num_heads, head_dim) or None.
             seqlen_offset: the position of the first row, an int or (batch,).
-            max_seqlen: the number of positions that the tables hold, needed for a seqlen_offset in a tensor.
+            max_seqlen: the number of positions that the tables hold; needed with the first seqlen_offset in a tensor.
 
         Returns: qkv, or queries and kv.
         """

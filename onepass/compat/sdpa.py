@@ -50,9 +50,10 @@ def scaled_dot_product_attention(
             any number of them, including none.
         attn_mask: broadcastable to (..., num_heads_q, seqlen_q, seqlen_k). Bool: True = seen. Floating point
             (query's dtype or float32): added to the scaled scores; -inf hides a pair, whatever its key holds. It has a
-            gradient, which is undefined for hidden pairs. A row without a value above -2^14 counts without its largest
-            value; torch rounds its scores away. A `torch.nn.attention.bias.CausalBias` is accepted, too.
-        dropout_p: as in `onepass.attention`; with the same seed other probabilities are dropped than by torch.
+            gradient, which is undefined for hidden pairs. From a row without a value above -2^14 its largest value
+            is subtracted; torch rounds the scores of such a row away. A `torch.nn.attention.bias.CausalBias` is
+            accepted, too.
+        dropout_p: as in `onepass.attention`; with the same seed torch drops other probabilities.
         is_causal: causal attention, together with attn_mask if that is given (not with a `CausalBias`).
         scale: None = head_dim ** -0.5.
         enable_gqa: the numbers of heads of key and value may divide query's instead of being equal to it.

@@ -1,4 +1,4 @@
-"""Lengths of sequences in the forms of flash-attn, brought to those of `onepass.attention_varlen`.
+"""Lengths of sequences, brought from the forms of flash-attn to the form of `onepass.attention_varlen`.
 
 flash-attn cuts queries and keys independently: each may be packed, with offsets, or dense, with the number of rows that
 exist in each batch entry. Everything here is computed on the device of the lengths, and no value is read.
@@ -19,7 +19,7 @@ class Packed(NamedTuple):
 
     Attributes:
         cu_seqlens: (batch + 1,) int32 offsets of the sequences.
-        seqused: (batch,) int32: the rows of each sequence that exist; None: all do.
+        seqused: (batch,) int32: how many rows of each sequence exist; None: all rows do.
     """
 
     cu_seqlens: Tensor
@@ -36,7 +36,7 @@ def as_packed(names: tuple[str, str], tensor: Tensor, cu_seqlens: Any, seqused: 
     """Queries or keys as packed sequences, from a packed tensor and its offsets or from a dense one.
 
     Args:
-        names: of cu_seqlens, which is int32 of one dimension, and of seqused, for messages.
+        names: the names of cu_seqlens (int32 of one dimension) and of seqused, for messages.
         tensor: packed (total, num_heads, head_dim) beside cu_seqlens, else (batch, seqlen, num_heads, head_dim), which
             the caller flattens.
     """
@@ -62,10 +62,10 @@ def flattened(name: str, tensor: Any, cu_seqlens: Any) -> Tensor:
 
 
 def without_unused_queries(queries: Packed, keys: Packed) -> tuple[Packed, Packed]:
-    """Sequences in which all queries exist, and whose results are those of the given ones.
+    """Sequences in which all queries exist, with the same results as the given ones.
 
     Queries past seqused become sequences of their own without a key, so that their results are 0, and masks are aligned
-    to the queries that exist. There are twice as many sequences then.
+    to the queries that exist. This doubles the number of sequences.
     """
     if queries.seqused is None:
         return queries, keys
@@ -94,7 +94,7 @@ class Lengths(NamedTuple):
 class Arranged:
     """q, k and v of a call of flash-attn as `onepass.attention` or `onepass.attention_varlen` takes them.
 
-    A dense call in which all queries exist stays dense. Any other one is packed, and its results are brought back to
+    A dense call in which all queries exist stays dense. Any other call is packed, and its results are brought back to
     the shapes of the call.
 
     Args:
@@ -103,7 +103,7 @@ class Arranged:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths):
         self.is_dense = lengths.cu_seqlens_q is lengths.cu_seqlens_k is lengths.seqused_q is None
-        self.entries = 1  # sequences of the packed call for each one of the call
+        self.entries = 1  # sequences of the packed call for each sequence of the given call
         if self.is_dense:
             named = {"q": q, "k": k, "v": v}
             for name, t in named.items():
@@ -150,7 +150,7 @@ class Arranged:
         return row_ranges(q.shape[1], None, lengths, chunk=chunk)
 
     def per_entry(self, t: Tensor) -> Tensor:
-        """A tensor (batch, ..) for the sequences of the packed call."""
+        """A tensor (batch, ..), with its entries repeated for the sequences of the packed call."""
         return t if self.entries == 1 else t.repeat_interleave(self.entries, 0)
 
     def as_given(self, rows: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def row_ranges(
 
     Args:
         rows: seqlen_q, or the total number of packed queries.
-        cu_seqlens_q: (batch + 1,) int32 offsets of packed queries; None: they are dense.
+        cu_seqlens_q: (batch + 1,) int32 offsets of packed queries; None: queries are dense.
         lengths_k: (batch,) int32, the position past the last key of each sequence.
         starts: (batch,) int32, the position of the first key that exists; None: 0.
 

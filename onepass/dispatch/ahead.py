@@ -1,4 +1,4 @@
-"""Kernels that are compiled before they are needed: those of a backward together with those of its forward."""
+"""Kernels that are compiled before they are needed: a backward's kernels together with those of its forward."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ EARLY_WORKERS = 2  # a training step waits for two large kernels, the forward's 
 def compile_with_backward(
     name: str, problem: AttentionProblem, device: torch.device, tuning: LaunchConfig | None = None
 ) -> None:
-    """Let other processes compile what the forward and the backward of a problem lack, all at once.
+    """Let other processes compile the kernels that the forward and the backward of a problem lack, all at once.
 
-    The first call of a problem whose kernels are in no cache starts them; the forward then waits for its own kernel,
-    and when the backward runs, its kernels are there. Every other call does nothing.
+    The first call of a problem whose kernels are in no cache starts the processes. The forward then waits for its own
+    kernel, and when the backward runs, its kernels are there. Every other call does nothing.
 
-    Args: name: of the backend. device: of the tensors. tuning: a configuration of the forward.
+    Args: name: the backend. device: the device of the tensors. tuning: a configuration of the forward.
     """
     has_none = not backends.BACKENDS[name].has_kernels or device.type != "cuda"
     if has_none or problem.is_empty or problem.quantization is not None:
         return
     if backends.arch_of(name, device) != backends.arch_of(name):
         return  # requests are for the current GPU
-    from ..kernels.compiler import pool  # needs files and locks that not every system has
+    from ..kernels.compiler import pool  # not at the top: it needs files and locks that not every system has
 
     config = tuning or dispatch.forward_config(name, problem)
     requests = dispatch.forward_requests(name, problem, config)
@@ -47,6 +47,6 @@ def start_early() -> None:
         return
     from ..kernels.compiler import compile, disk_cache, pool
 
-    with contextlib.suppress(OSError):  # another user's directory
+    with contextlib.suppress(OSError):  # the directory of another user
         if compile.has_disk_cache() and not any(disk_cache.cache_directory().glob("*.o")):
             pool.start_early(EARLY_WORKERS)

@@ -29,7 +29,7 @@ def choose(
 ) -> Support:
     """The backend for this problem. A backend that the caller names, or has chosen (choice.py), runs or is refused.
 
-    A configuration does not choose a backend: it is refused if it does not fit the one that would run without it.
+    A configuration does not choose a backend: it is refused if it does not fit the backend that runs without it.
     """
     support = _choose(problem, requested, device)
     if tuning is None or not support.ok:
@@ -67,9 +67,9 @@ def _choose(problem: AttentionProblem, requested: str | None, device: torch.devi
 
 
 def _gradient_backend_note(name: str, problem: AttentionProblem) -> str:
-    """For a reason: which backend computes the gradients, if it is another one."""
+    """Words for a reason: the backend that computes the gradients, if it is not the backend of the forward."""
     if problem.quantization is not None:
-        return ""  # there are no gradients, or those of the unquantized problem
+        return ""  # there are no gradients, or the unquantized problem has them
     refusal, other = _backward_unsupported(name, problem), backend_of_backward(name, problem)
     return "" if refusal is None else f"; gradients by the {other} backend ({refusal})"
 
@@ -203,7 +203,7 @@ def forget_prepared() -> None:
 
 
 def load_backward(name: str, problem: AttentionProblem) -> ModuleType:
-    """The module with the backward of this backend, or of the one that computes it instead."""
+    """The module with the backward of this backend, or of the backend that computes the gradients instead."""
     computing = backend_of_backward(name, problem)
     if log.is_on():
         log.say_once(f"backward by {computing}: {problem.text}")
@@ -211,8 +211,7 @@ def load_backward(name: str, problem: AttentionProblem) -> ModuleType:
 
 
 def backend_of_backward(name: str, problem: AttentionProblem) -> str:
-    """The backend that computes the gradients of a forward on this backend: itself, sm80 (float32 on Hopper), or
-    `tiled`."""
+    """The backend that computes the gradients of a forward: the forward's own, sm80 (float32 on Hopper), or `tiled`."""
     if name not in backends.WITH_KERNELS:
         return name
     later = backends.WITH_KERNELS[backends.WITH_KERNELS.index(name) :]

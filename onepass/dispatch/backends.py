@@ -25,10 +25,11 @@ class Backend(NamedTuple):
         forward: module with forward(problem, inputs) -> (out, lse). With kernels it also has
             prepare(problem, device, config) -> (inputs -> (out, lse)), which does all work that does not depend on the
             tensors.
-        backward: module with backward(problem, inputs, out, lse, dout, dlse) -> (dq, dk, dv, dsinks). The gradients of
-            a forward may be computed by another backend: out and lse have the same meaning in all of them.
-        description: for people.
-        has_kernels: it compiles kernels, and takes a configuration.
+        backward: module with backward(problem, inputs, out, lse, dout, dlse) -> (dq, dk, dv, dsinks), and with
+            gradients of the same arguments -> (dq, dk, dv, dsinks, dslopes, dbias). Another backend may compute the
+            gradients of a forward: out and lse have the same meaning in all backends.
+        description: words for people.
+        has_kernels: whether the backend compiles kernels, and takes a configuration.
     """
 
     forward: str
@@ -73,7 +74,7 @@ def backends() -> tuple[str, ...]:
 
 
 def named_backend(requested: str | None) -> tuple[str | None, str]:
-    """`choice.named`, and words for a message about where the choice came from."""
+    """The backend that `choice.named` gives, and words for a message about where the choice came from."""
     name = choice.named(requested)
     return name, "" if name is None or requested is not None else f" (by use_backend or {choice.VARIABLE})"
 
@@ -169,9 +170,9 @@ def config_type(name: str) -> type[LaunchConfig]:
 
 
 def accepted(support: Support, requested: object) -> str:
-    """The backend of a call that runs.
+    """The backend that runs a call.
 
-    Raises: UnsupportedError with the reason if it does not; ValueError or TypeError if `requested` is not a name.
+    Raises: UnsupportedError with the reason if none does; ValueError or TypeError if `requested` is not a name.
     """
     if support.ok:
         return support.backend

@@ -5,8 +5,8 @@ Four choices are possible, and the first of them that was made decides: `backend
 and `ONEPASS_BACKEND` as it was when onepass was imported.
 
 A block is a context variable, seen by its own thread or task only. torch.compile cannot trace context variables, so a
-graph is made for the choice of the process (which is guarded: another choice makes another graph), and its operators
-look for a block when they run, see `backend_argument`.
+graph is made for the choice of the process (which is guarded: another choice makes another graph), and the operators of
+the graph look for a block when they run, see `backend_argument`.
 """
 
 from __future__ import annotations

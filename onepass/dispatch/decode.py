@@ -52,7 +52,8 @@ def _unsupported(name: str, problem: DecodeProblem, is_named: bool, device: torc
     The backend is known to support the problem's attention.
 
     Args:
-        is_named: the caller named the backend; if not, it also refuses where another backend is faster.
+        is_named: whether the caller named the backend. If not, it also refuses problems that another backend computes
+            faster.
     """
     if name == "cpu":
         return None

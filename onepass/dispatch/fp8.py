@@ -16,9 +16,9 @@ class QuantizationKernels(NamedTuple):
     """The kernels that quantize q, k and v on a GPU.
 
     Attributes:
-        prepare: (problem, device, seed of the rotation or None, keys_last, whether k has a mean, whether v has one) ->
+        prepare: (problem, device, seed of the rotation or None, keys_last, has_k_mean, has_v_mean) ->
             ((inputs, k_mean, v_mean) -> tensors and descales); see kernels/launch/quantize.py.
-        keys_last: whether V should have the layout that the FP8 attention kernel of this GPU reads.
+        keys_last: whether v should have the layout that the FP8 attention kernel of this GPU reads.
     """
 
     prepare: Callable
@@ -38,7 +38,7 @@ def quantization_kernels(inputs: AttentionInputs, granularity: str) -> Quantizat
 
 
 def keys_last_kernel(v: Tensor, cu_seqlens: Tensor | None) -> Callable | None:
-    """The kernel (v, cu_seqlens) -> `fp8.keys_last` of an e4m3 v on its GPU; None: plain PyTorch does it."""
+    """The kernel (v, cu_seqlens) -> `onepass.fp8.keys_last` of an e4m3 v on its GPU; None: plain PyTorch does it."""
     if not _has_e4m3_kernels(v):
         return None
     from ..kernels.launch import quantize as launch

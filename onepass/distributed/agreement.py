@@ -1,4 +1,4 @@
-"""Whether all ranks make the same call: compared before messages that would otherwise wait for ever."""
+"""Checks that all ranks make the same call, before they exchange messages that would otherwise wait forever."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 PAUSES = 0.0002, 0.02  # seconds between looks into the store, at first and at most
-MOST_AGREED = 1024  # calls; what all ranks agreed on before the last ones is compared again
+MOST_AGREED = 1024  # agreed calls that are remembered; an older one is compared again
 MOST_ANNOUNCED = 4096
-RECENT = 8  # plans; their calls are those of earlier plans of the same age
+RECENT = 8  # new plans; a call with one of them is not compared if it was made with an earlier plan of the same age
 DIGEST_DIGITS = 12
-# what gloo, NCCL and the store say of a rank that is gone or late
+# parts of the errors that gloo, NCCL and the store raise where a rank is gone or late
 GONE = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout", "aborted")
 COMPLETE = "complete"
 
@@ -28,7 +28,7 @@ _GENERATIONS: Counter[str] = Counter()
 
 
 class Call(NamedTuple):
-    """A call as ranks tell it to each other: words for each value, and a digest of all values."""
+    """A call in the form in which ranks compare it: a short text for each value, and a digest of all values."""
 
     function: str
     words: dict[str, str]
@@ -47,10 +47,11 @@ class Call(NamedTuple):
 
 
 class GivenUp(NamedTuple):
-    """How a round ended in which ranks did not agree on going on.
+    """How a round ended that a rank has given up.
 
     Attributes:
-        rank: the rank that ended it. digest: of its call, "" if there is none because its arguments were refused.
+        rank: the rank that ended the round.
+        digest: the digest of that rank's call, "" if its arguments were refused before there was a call.
     """
 
     rank: int
@@ -63,18 +64,18 @@ class GivenUp(NamedTuple):
 
 
 class Control:
-    """What the ranks of a process group tell each other of their calls, in the store that the group was made with.
+    """What the ranks of a process group tell each other about their calls, in the store that the group was made with.
 
     Each comparison is a round with a number. A rank writes its call, and looks until the calls of all ranks are there.
-    A round ends once: a rank that has seen all calls ends it, or one that has waited too long, or one whose arguments
-    were refused. A rank that comes later sees how the round ended, and goes on to the next one, so that all ranks are
-    in the same round again. Nothing waits for a GPU, and no messages of the group are disturbed.
+    A round ends once: it is ended by a rank that has seen all calls, by one that has waited too long, or by one whose
+    arguments were refused. A rank that comes later sees how the round ended, and goes on to the next one, so that all
+    ranks are in the same round again. Nothing waits for a GPU, and the group's own messages are not disturbed.
     """
 
     def __init__(self, group: Any):
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        self.backends: dict[str, str] = dict(sorted((device, backend) for device, backend in pairs))  # by device types
+        self.backends: dict[str, str] = dict(sorted((device, backend) for device, backend in pairs))  # by device type
         self._group = weakref.ref(group)  # torch.distributed owns it
         # a group may have the name of one that was destroyed, whose rounds are still in the store
         self._prefix = f"onepass/{_GENERATIONS[group.group_name]}"
@@ -82,7 +83,7 @@ class Control:
         self._round = 0
         self._old: list[str] = []  # keys of this rank that no rank will read once the next round is complete
         self._agreed: dict[Any, None] = {}  # the same on all ranks, since it grows when a round is complete
-        self._plans: dict[str, int] = {}  # likewise; the number of the last plan with each fingerprint
+        self._plans: dict[str, int] = {}  # also the same: the number of the last plan with each fingerprint
         self._num_plans = 0
         self._last = 0
         self._announced: set[tuple[int, int]] = set()
@@ -113,14 +114,14 @@ class Control:
             raise RuntimeError(f"{function}: {problem}")
 
     def compare_plans(self, values: Mapping[str, Any], fingerprint: str, timeout: float) -> None:
-        """`compare` of the arguments of `plan`. The plan is then known to be the same on all ranks."""
+        """Compare the arguments of `plan`, after which the plan is known to be the same on all ranks."""
         self.compare("plan", values, timeout)
         self._plans[fingerprint] = self._num_plans
         self._num_plans += 1
         _forget(self._plans, MOST_AGREED)
 
     def compare_once(self, function: str, values: Mapping[str, Any], fingerprint: str, timeout: float) -> None:
-        """`compare` with values that have not been compared before, for calls with this plan or with as new a one."""
+        """Compare values, unless they agreed before with this plan, or with an earlier plan when it was as new."""
         key = function, tuple(values.items())
         self._announce(key)
         number = self._plans.get(fingerprint)
@@ -135,7 +136,7 @@ class Control:
 
     def connect(self) -> None:
         """Have a backend of GPUs make its connections, once, while all ranks are here and compared."""
-        backend = self.backends.get("cuda", "gloo")  # gloo has made its own with the group
+        backend = self.backends.get("cuda", "gloo")  # gloo has connected when the group was made
         if self.is_connected or backend == "gloo" or not torch.cuda.is_available():
             return
         one = torch.ones(1, device="cuda")
@@ -145,7 +146,7 @@ class Control:
 
     @contextmanager
     def reporting(self, function: str) -> Iterator[None]:
-        """What is raised inside ends the round, so that ranks that wait in it, or come later, say what it was."""
+        """End the round if the block raises, so that ranks that wait in the round, or come later, report the error."""
         try:
             yield
         except Exception as error:
@@ -161,7 +162,7 @@ class Control:
     # ---------------------------------------------------------------- rounds
 
     def _compare(self, store: dist.Store, call: Call, timeout: float) -> str | None:
-        """One round. Returns what is wrong."""
+        """Take part in one round. Returns: what is wrong, or None."""
         while (ended := self._ended(store)) is not None:
             self._leave()
             if ended.concerns(call):
@@ -193,7 +194,7 @@ class Control:
         return self._read_end(store.compare_set(self._key("end"), "", COMPLETE))
 
     def _end(self, store: dist.Store, given_up: GivenUp) -> GivenUp | None:
-        """End the round. Returns how it has ended, which may be as another rank has said before."""
+        """End the round, unless another rank has done so. Returns: how it was given up; None if it is complete."""
         return self._read_end(store.compare_set(self._key("end"), "", json.dumps(given_up)))
 
     def _ended(self, store: dist.Store) -> GivenUp | None:
@@ -205,7 +206,7 @@ class Control:
         return None if text.decode() == COMPLETE else GivenUp(*json.loads(text))
 
     def _leave(self, keys: Sequence[str] = ()) -> None:
-        """Go on to the next round. Args: keys: what this rank has written."""
+        """Go on to the next round. Args: keys: the keys that this rank has written in this one."""
         self._old += [*keys, *([self._key("end")] if self.rank == 0 else [])]
         self._round += 1
 
@@ -232,7 +233,7 @@ class Control:
         return words
 
     def _beside(self, call: Call, rank: int, last: Call) -> str:
-        """What an absent rank has announced, beside this rank's call."""
+        """How the call that an absent rank announced last differs from this rank's call."""
         if last.function != call.function:
             return f"rank {rank} last announced a call of {last.function}"
         for name, value in last.words.items():
@@ -246,7 +247,7 @@ class Control:
     # ---------------------------------------------------------------- the store
 
     def _announce(self, key: tuple[str, tuple]) -> None:
-        """Write what this rank calls, if it has not called this after its last call before. Nothing waits.
+        """Write this rank's call to the store, unless it came right after the same call before. Nothing waits.
 
         A rank that repeats its calls, in whatever order, writes nothing.
         """
@@ -258,7 +259,7 @@ class Control:
             self._announced.clear()
         self._announced.add(following)
         call = Call.of(key[0], dict(key[1]))
-        # what is announced serves the messages of other ranks alone
+        # only the error messages of other ranks use announcements, so a store that is gone is no error here
         with suppress(RuntimeError):
             self._store().set(f"{self._prefix}/last/{self.rank}", call.text())
 
@@ -325,7 +326,7 @@ def _digest(value: Any) -> str:
 
 
 def _forget(kept: dict[Any, Any], most: int) -> None:
-    """Remove what a dictionary has had for longest, so that it has at most `most` entries."""
+    """Remove the oldest entries of a dictionary, so that at most `most` are left."""
     while len(kept) > most:
         del kept[next(iter(kept))]
 
@@ -335,7 +336,7 @@ def first_line(error: BaseException) -> str:
 
 
 def signature(t: torch.Tensor | None) -> tuple | None:
-    """What ranks compare of a tensor that each of them has in full."""
+    """What ranks compare about a tensor that every rank has in full."""
     return None if t is None else (tuple(t.shape), str(t.dtype), needs_gradient(t))
 
 

@@ -44,28 +44,29 @@ def attention(
     precision: str | None = None,
     backend: str | None = None,
 ) -> Tensor | AttentionOutput:
-    """Exact self-attention of this rank's queries over the keys of all ranks. Every rank of the plan's group calls it.
+    """Exact self-attention of this rank's queries over the keys of all ranks. Every rank of the group calls this.
 
     The result is that of `onepass.attention` (or `attention_varlen`, for a plan of packed sequences) on all tokens,
     with the plan's causal and window. Each rank computes softmax rows over all of their keys, so no partial results are
     rounded, and dk and dv are summed over ranks in float32.
 
     Args:
-        q: (batch, plan.num_local_tokens, num_heads_q, head_dim), for packed sequences without batch: the tokens of
-            `plan.tokens()`.
-        k, v: (batch, plan.num_local_tokens, num_heads_kv, head_dim or head_dim_v), likewise.
+        q: (batch, plan.num_local_tokens, num_heads_q, head_dim), without the batch for packed sequences: the rows of
+            the tokens `plan.tokens()`.
+        k, v: (batch, plan.num_local_tokens, num_heads_kv, head_dim or head_dim_v): the rows of the same tokens.
         plan: made by `onepass.distributed.plan`.
-        sinks, seqused_k, seqstart_k, key_ranges, alibi_slopes, bias: as of `onepass.attention` for all tokens, equal on
-            all ranks. Their gradients are sums over all ranks, equal on all of them.
+        sinks, seqused_k, seqstart_k, key_ranges, alibi_slopes, bias: as in `onepass.attention` for all tokens, equal on
+            all ranks. Their gradients are sums over all ranks, and equal on all ranks.
         dropout_p: the state of the first rank's generator decides for all ranks, and the random bits are those of one
             device in that state.
-        softcap, softmax_scale, deterministic, return_lse, precision, backend: as of `onepass.attention`.
+        softcap, softmax_scale, deterministic, return_lse, precision, backend: as in `onepass.attention`.
 
     Returns: out, in q's shape with head_dim_v in place of head_dim, or AttentionOutput(out, lse) with lse
     (batch, num_heads_q, plan.num_local_tokens), or (num_heads_q, plan.num_local_tokens) for packed sequences.
 
-    Raises: TypeError, ValueError or NotImplementedError before any message is sent, with what was expected and given,
-    and then RuntimeError on the ranks that compare this call; RuntimeError on all ranks if their arguments differ.
+    Raises: TypeError, ValueError or NotImplementedError before any message is sent, with what was expected and given;
+    the ranks that compare their call with the refused one raise RuntimeError. RuntimeError on all ranks if their
+    arguments differ.
     """
     q, k, v = autocast_inputs(q, k, v)
     terms = Terms(sinks, seqused_k, seqstart_k, key_ranges, alibi_slopes, bias)
@@ -99,7 +100,7 @@ def attention(
 def _alone(
     plan: ContextPlan, tensors: Sequence[Tensor], terms: Terms, options: Options, return_lse: bool
 ) -> Tensor | AttentionOutput:
-    """The ordinary call, with its bits, where one rank owns all tokens."""
+    """The ordinary call, whose result is the same bit for bit, where one rank owns all tokens."""
     mask = plan.schedule.mask
     given = {name: t for name, t in terms._asdict().items() if t is not None}
     arguments: dict[str, Any] = {**asdict(options), **given, "return_lse": return_lse}
@@ -114,7 +115,7 @@ def _alone(
 
 @dataclass
 class Call:
-    """A call, beside q, k and v. Attributes: is_recorded: there may be a backward."""
+    """A call without its q, k and v. Attributes: is_recorded: whether there may be a backward."""
 
     plan: ContextPlan
     options: Options
@@ -123,7 +124,7 @@ class Call:
 
 
 class _Attention(torch.autograd.Function):
-    """The gradients of a call."""
+    """A call as an operation of autograd."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, slopes: Any, bias: Any, call: Call) -> Any:
@@ -132,7 +133,7 @@ class _Attention(torch.autograd.Function):
         pipeline = Pipeline(call, rows_first(q, plan), rows_first(k, plan), rows_first(v, plan))
         out, lse = pipeline.forward()
         out = batch_first(out, plan)
-        # what is kept for the backward goes with the graph: autograd frees it, and notices changes in place
+        # the graph holds these tensors for the backward: autograd frees them, and notices changes in place
         ctx.plan, ctx.options = plan, call.options
         ctx.has_gradient = tuple(t is not None and t.requires_grad for t in (sinks, slopes, bias))
         ctx.save_for_backward(q, k, v, out, lse, *call.terms, *(t for kept in pipeline.received if kept for t in kept))
@@ -176,11 +177,11 @@ def batch_first(t: Tensor, plan: ContextPlan) -> Tensor:
     return (t.squeeze(1) if plan.is_packed else t.transpose(0, 1)).contiguous()
 
 
-HEADS_AT_A_TIME = 8  # in `row_stats`, so that float32 copies of few heads are in memory
+HEADS_AT_A_TIME = 8  # in `row_stats`, so that memory holds float32 copies of these heads alone
 
 
 def row_stats(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """(rows, batch, heads, 2): lse, and the gradient of lse less dout . out, all that a backward needs of out."""
+    """(rows, batch, heads, 2): lse, and the gradient of lse minus dout . out: all that a backward needs of out."""
     plan = call.plan
     out, dout = rows_first(out, plan), rows_first(dout, plan)
     stats = lse.new_empty((*lse.shape, 2))
@@ -199,8 +200,8 @@ def row_stats(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor |
 class Pipeline:
     """The steps of a call on this rank. Tensors have rows first: (rows, batch, heads, dim).
 
-    Messages of the next `AHEAD` steps are under way while a step is computed, and its results are sent back while the
-    next one is.
+    While a step is computed, the messages of the next `AHEAD` steps are under way. The results of a step are sent back
+    while the next step is computed.
     """
 
     def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor):
@@ -238,8 +239,8 @@ class Pipeline:
             returned = QueryReturn(self.plan, step, results)
             going.append((returned, start(self.plan, q.device, returned)))
             returned.write_own(targets)
-            del q, k, v, results  # before the next step's are put together
-            if i:  # the step before has had this one's time
+            del q, k, v, results  # freed before the next step's tensors are put together
+            if i:  # the results of the step before had the time of this step to travel
                 self._write(*going.pop(0), targets)
         for last in going:
             self._write(*last, targets)
@@ -253,7 +254,7 @@ class Pipeline:
         return {"q": self.q, "k": self.k, "v": self.v}
 
     def _publish(self, rows: dict[str, Tensor]) -> None:
-        """Let copy engines of other ranks read these rows: k and v, and the others if ranks share queries in a step."""
+        """Let copy engines of other ranks read k and v, and the other rows, too, if ranks share queries in a step."""
         if self.copies is not None:
             queries_travel = any(step.width > 1 for step in self.steps)
             names = [name for name in rows if name in ("k", "v") or queries_travel]

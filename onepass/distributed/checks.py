@@ -20,7 +20,7 @@ from .plan import ContextPlan
 def check_call(
     plan: ContextPlan, tensors: tuple[Any, Any, Any], terms: Terms, *, backend: Any, precision: Any, **options: Any
 ) -> Options:
-    """The options of a call, checked as one device would check the whole call; then compared with other ranks'."""
+    """The options of a call, which is checked as on one device, and then compared with the calls of other ranks."""
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan: expected a ContextPlan, as onepass.distributed.plan makes it, got {plan!r}")
     with plan.reporting("attention"):
@@ -87,7 +87,7 @@ def check_device(plan: ContextPlan, q: Tensor) -> None:
 
 
 def _whole_tensors(plan: ContextPlan, tensors: tuple[Any, Any, Any]) -> list[Tensor]:
-    """Tensors with all tokens, of one element each in memory, which stand for those of all ranks in checks."""
+    """Tensors with all tokens, for checks of the whole call; each of them has one element in memory."""
     schedule, rows = plan.schedule, plan.num_local_tokens
     found = []
     for name, t, heads in zip(

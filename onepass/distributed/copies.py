@@ -31,17 +31,17 @@ class Copies:
         self._stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
         self._handle: Any = None
-        self._used: torch.cuda.Event | None = None  # what was read last has arrived
-        self._of_graphs: list[Any] = []  # graphs go on to use what a larger call has replaced
+        self._used: torch.cuda.Event | None = None  # recorded when the rows that were read last have arrived
+        self._of_graphs: list[Any] = []  # memory that CUDA graphs go on using after a larger call has replaced it
 
     def publish(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-        """Let all ranks read these rows. Every rank of the group calls it.
+        """Let all ranks read these rows. Every rank of the group calls this.
 
-        What was published before is gone: a call reads all that it needs before it ends.
+        Rows that were published earlier are gone: a call reads all that it needs before it ends.
 
         Args:
             tensors: (rows, ...) each, with other sizes equal on all ranks. counts: the rows of each rank.
-        Returns: for each tensor, that of each rank.
+        Returns: for each tensor, a list of the published tensors of all ranks.
         """
         sizes = [max(counts) * math.prod(t.shape[1:]) * t.itemsize for t in tensors]
         starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
@@ -67,9 +67,9 @@ class Copies:
         return found
 
     def read(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Start to copy rows: into contiguous targets (rows, batch, ...), each from a published tensor.
+        """Start to copy rows into contiguous targets (rows, batch, ...), each from a published tensor.
 
-        Returns: a function with which the current stream waits for them.
+        Returns: a function that makes the current stream wait for the copies.
         """
         from cuda.bindings import runtime
 
@@ -96,7 +96,7 @@ class Copies:
         return wait
 
     def _reserve(self, size: int) -> None:
-        """Take memory of this size. No rank may be reading the memory before, which is given back."""
+        """Replace the memory by one of this size. No rank may be reading from the old memory, which is given back."""
         from torch.distributed import _symmetric_memory as symmetric
 
         group = self._group()

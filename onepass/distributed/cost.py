@@ -24,13 +24,13 @@ class Hardware:
     """What the estimate assumes of each rank; the defaults are near an H200 with NVLink, in 16 bits.
 
     Attributes:
-        flops: FLOP/s of a forward of attention. backward_flops: of a backward.
+        flops, backward_flops: FLOP/s of attention, in a forward and in a backward.
         bandwidth: bytes/s that a rank receives. latency: seconds before messages of a step arrive.
         copying: bytes/s of rows that a rank copies in its memory: into messages, and out of them.
         itemsize: bytes of an element of q, k, v and out.
-        multiprocessors: of a GPU; each computes one tile at a time.
-        step: seconds of the host's time that a step of a forward takes. backward_step: of a backward. The defaults were
-            measured where a call of `onepass.attention` takes 60 us of the host's time.
+        multiprocessors: the number of multiprocessors of a GPU, each of which computes one tile at a time.
+        step, backward_step: seconds of the host's time that a step takes, in a forward and in a backward. The defaults
+            were measured where a call of `onepass.attention` takes 60 us of the host's time.
     """
 
     flops: float = 650e12
@@ -50,9 +50,10 @@ class Estimate:
 
     Attributes:
         pairs: for each rank, visible pairs of a query and a key, summed over its heads.
-        forward_bytes, backward_bytes: received by each rank.
-        forward_seconds, backward_seconds: of the slowest rank in each step, where messages overlap with computing.
-        computing_seconds: of the calls of forward and backward alone, without messages and the host's time.
+        forward_bytes, backward_bytes: the bytes that each rank receives.
+        forward_seconds, backward_seconds: the time of the steps, where messages overlap with computing and each step
+            takes as long as its slowest rank.
+        computing_seconds: the time of the calls of forward and backward alone, without messages and the host's time.
     """
 
     pairs: tuple[int, ...]
@@ -100,7 +101,7 @@ class _Traffic:
         return heads, kv_heads if heads else 0
 
     def alike(self, step: Step) -> Step:
-        """One step for all that have equal numbers of heads on all ranks, and so cost the same."""
+        """The step that stands for all steps with the same numbers of heads on all ranks, which cost the same."""
         is_whole = step.first_head + step.width * step.heads <= self.schedule.num_heads_q
         return step._replace(first_head=0) if is_whole else step
 
@@ -124,7 +125,7 @@ class _Traffic:
         return [(of_rank[0], of_rank[1], of_rank[2], of_rank[3]) for of_rank in found]
 
     def own_sums(self, step: Step, rank: int) -> tuple[int, int]:
-        """Head rows of q and of k that a rank computes with, and that are its own."""
+        """Head rows of q and of k that a rank both owns and computes with."""
         rows, heads = self.rows(step), self.heads(step, rank)
         return rows.queries[rank].get(rank, 0) * heads[0], rows.keys[rank].get(rank, 0) * heads[1]
 
@@ -137,7 +138,7 @@ class _Traffic:
         return (buffers + queries + sent_queries + own_queries) * element
 
     def copied_backward(self, step: Step, rank: int) -> int:
-        """Bytes of rows that a backward copies: a forward's, the gradient of out, and sums of gradients of keys."""
+        """Bytes of rows that a backward copies: q, k and v unless they are kept; gradients of out, q, k and v."""
         queries, keys, sent_queries, sent_keys = self.sums(step, rank)
         own_queries, own_keys = self.own_sums(step, rank)
         element = self.head_dim * self.itemsize
@@ -167,7 +168,7 @@ class Work(NamedTuple):
     longest: int
 
     def seconds(self, heads: int, flops_per_pair: int, rate: float, multiprocessors: int) -> float:
-        """A call ends with tiles that do not keep all multiprocessors busy, and lasts no shorter than one tile."""
+        """The time of a call, which takes at least one tile's, and whose last tiles leave some multiprocessors idle."""
         tile = TILE_ROWS * self.longest * flops_per_pair / (rate / multiprocessors) if heads else 0.0
         return max(tile, self.pairs * heads * flops_per_pair / rate + tile / 4)
 
@@ -228,7 +229,7 @@ def estimate(
 ) -> Estimate:
     """Pairs, bytes and seconds of a schedule.
 
-    Args: rows: what estimates of other steps for the same sequences have found, to be used again.
+    Args: rows: the rows that estimates of other steps for the same sequences have found; this one adds its own.
     """
     ranks = range(schedule.layout.num_ranks)
     traffic = _Traffic(schedule, head_dim, hardware.itemsize, keep_gathered, rows)
@@ -276,7 +277,7 @@ def _seconds(size: int, hardware: Hardware) -> float:
 def _pipelined(computing: Sequence[float], times: Sequence[tuple[float, ...]]) -> float:
     """Seconds of steps whose messages travel while other steps are computed.
 
-    Messages follow each other: those for step i + AHEAD start with step i, and those after it when it is computed.
+    Messages follow each other: the inputs of step i + AHEAD start with step i, and its results when it is computed.
     """
     count = len(computing)
     link = ready = 0.0
@@ -300,7 +301,7 @@ def _pipelined(computing: Sequence[float], times: Sequence[tuple[float, ...]]) -
 
 
 def report(plan: ContextPlan, hardware: Hardware) -> str:
-    """`ContextPlan.describe`."""
+    """The text of `ContextPlan.describe`."""
     schedule, found = plan.schedule, estimate(plan.schedule, plan.head_dim, hardware, keep_gathered=plan.keep_gathered)
     mean = sum(found.pairs) / len(found.pairs) or 1.0
     sequences = len(schedule.cu_seqlens) - 1
@@ -335,10 +336,10 @@ def report(plan: ContextPlan, hardware: Hardware) -> str:
 
 
 def buffer_bytes(schedule: Schedule, head_dim: int, itemsize: int, keep_gathered: bool = False) -> int:
-    """Bytes of received q, k and v that the rank with most of them has at one time in a forward.
+    """The most bytes of received q, k and v that a rank has at one time in a forward.
 
-    They are those of a step that is computed and of `AHEAD` steps that are on their way, or of all steps with
-    keep_gathered.
+    A rank has the rows of the step that is computed and of the `AHEAD` steps whose messages are under way; with
+    keep_gathered it has the rows of all steps.
     """
     traffic = _Traffic(schedule, head_dim, itemsize)
     most = 0
@@ -365,7 +366,7 @@ def _mask_in_words(schedule: Schedule) -> str:
 
 
 def picture(layout: Layout) -> str:
-    """A character for each of equal shares of the tokens: the rank that owns its first token."""
+    """Equal shares of the tokens, a character for each: the rank that owns the first token of the share."""
     total = layout.owners[-1].stop
     width = min(PICTURE_WIDTH, total)
     ranks = (layout.owned(total * i // width, total * i // width + 1)[0].rank for i in range(width))

@@ -1,4 +1,4 @@
-"""`decode` over a cache whose keys are spread over ranks: each attends to its own, one exchange merges the results."""
+"""`decode` over a cache that is spread over ranks: each attends to its own keys, and one exchange merges results."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def decode(
     """Exact attention of a few new queries over a cache that is spread over ranks. Every rank of the group calls it.
 
     Each rank appends the new keys that it owns, attends to its keys, and sends its out, in float32, and lse to the
-    others in one exchange. No value is read on the host, so that a CUDA graph can capture a step after ordinary ones
-    of the same shapes, which ranks compare. There is no backward. All options of `attention_decode` are here. Lengths,
-    positions, ranges and the keys of a bias are numbers of the whole sequence; pages, blocks and splits of keys are
-    those of this rank's rows.
+    others in one exchange. No value is read on the host, so a CUDA graph can capture a step, once ranks have compared
+    an ordinary step of the same shapes. There is no backward. All options of `attention_decode` are here. Lengths,
+    positions, ranges and the keys of a bias count in the whole sequence; pages, blocks and splits of keys count in
+    this rank's rows.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), with cu_seqlens_q (total_q, num_heads_q, head_dim), the same on all
@@ -166,7 +166,7 @@ def decode(
             "return_lse": return_lse,
         }
         problem, local = decode_calls.problem_of("decode", arguments)
-        if plan.rank != 0 and sinks is not None:  # they count once
+        if plan.rank != 0 and sinks is not None:  # sinks count once
             problem, local = decode_calls.problem_of("decode", arguments | {"sinks": None})
         problem = replace(problem, attention=replace(problem.attention, float32_out=True))
         backend_name = dispatch.require_decode(problem, backend, q.device)
@@ -245,7 +245,7 @@ def _check_values(plan: ContextPlan, inputs: DecodeInputs, tokens: Tensor) -> No
 def _compared(
     inputs: DecodeInputs, mask: Mask, softcap: Any, softmax_scale: Any, interleaved: bool, kv_block: Any
 ) -> dict[str, Any]:
-    """What ranks compare of a call."""
+    """The values of a call that ranks compare."""
     modifiers, rotary = inputs.modifiers or NO_MODIFIERS, inputs.rotary_positions or RotaryPositions()
     names = ("q", "k_new", "v_new", "sinks", "cu_seqlens_q", "rotary_cos", "rotary_sin")
     values: dict[str, Any] = {name: signature(getattr(inputs, name)) for name in names}
@@ -294,17 +294,17 @@ class _Queries:
             self.positions = self.ends - q.shape[1] + row
 
     def each(self, values: Tensor) -> Tensor:
-        """What each query has of values (batch, ..) of sequences: (batch, 1, ..), packed (total_q, ..)."""
+        """The values (batch, ..) of sequences, given to each of their queries: (batch, 1, ..), packed (total_q, ..)."""
         if self.entries is None:
             return values.unsqueeze(1)
         return torch.cat((values, values.new_zeros(1, *values.shape[1:])))[self.entries]
 
 
 def _visible(tokens: Tensor, mask: Mask, queries: _Queries, inputs: DecodeInputs) -> tuple[Tensor, Tensor | None]:
-    """The filled rows of this rank's cache, and the ranges of them that queries see.
+    """How many rows of this rank's cache are filled, and the ranges of these rows that queries see.
 
-    Returns: (batch,) int32; (batch, num_heads_q or 1, seqlen_q, 2) int32, packed (num_heads_q or 1, total_q, 2), None
-    if the rows say all.
+    Returns: (batch,) int32; (batch, num_heads_q or 1, seqlen_q, 2) int32, packed (num_heads_q or 1, total_q, 2). The
+    ranges are None where each sequence has one query and the number of rows that it sees says all.
     """
     modifiers, positions = inputs.modifiers or NO_MODIFIERS, queries.positions
     start, key_ranges = modifiers.seqstart_k, modifiers.key_ranges
@@ -317,7 +317,7 @@ def _visible(tokens: Tensor, mask: Mask, queries: _Queries, inputs: DecodeInputs
         first = queries.each(start.long())
         low, high = torch.maximum(low, first), torch.where(positions >= first, high, 0)
     if positions.shape[-1] == 1 and inputs.cu_seqlens_q is mask.window_left is start is key_ranges is None:
-        return _before(tokens, high[:, 0]), None  # what one query sees ends where its sequence does
+        return _before(tokens, high[:, 0]), None  # a single query sees the first rows, up to an end
     low, high = low.unsqueeze(-2), high.unsqueeze(-2)
     if key_ranges is not None:
         low, high = torch.maximum(low, key_ranges[..., 0]), torch.minimum(high, key_ranges[..., 1])
@@ -368,9 +368,9 @@ def _rotated(
 
 
 def _readable_pages(inputs: DecodeInputs) -> Tensor | None:
-    """The page table of the local call: pages that hold only keys before seqstart_k may be any number in the given one.
+    """The page table of the local call, which has ranges in place of seqstart_k, and so reads all entries.
 
-    The local call has ranges in place of seqstart_k.
+    In the given table, pages that hold only keys before seqstart_k may be any number.
     """
     if inputs.page_table is None or (inputs.modifiers or NO_MODIFIERS).seqstart_k is None:
         return inputs.page_table
@@ -380,9 +380,9 @@ def _readable_pages(inputs: DecodeInputs) -> Tensor | None:
 def _append(inputs: DecodeInputs, tokens: Tensor, kv_block: int | None) -> None:
     """Write the new rows that this rank owns to their places in its caches.
 
-    It looks at as many slots of a sequence as there are new rows, from the first free one on. A slot whose token is not
-    new, or whose page does not exist, stands for the first slot that is written, so that it writes the same value once
-    more; if there is none, all write what one row has.
+    In each sequence it looks at as many slots as there are new rows, from the first free one on. A slot whose token is
+    not new, or whose page does not exist, is replaced by the first slot that is written, which gets the same value once
+    more. If no slot is written, all of them write to one row what that row has.
     """
     batch, page_table, device = inputs.batch, inputs.page_table, inputs.q.device
     if not len(tokens) or not batch:
@@ -390,7 +390,7 @@ def _append(inputs: DecodeInputs, tokens: Tensor, kv_block: int | None) -> None:
     count = torch.arange(inputs.seqlen_new, device=device)
     slots = _before(tokens, inputs.cache_seqlens)[:, None] + count
     slots = slots.clamp(max=len(tokens) - 1)
-    number = tokens[slots] - inputs.cache_seqlens[:, None]  # among the new ones
+    number = tokens[slots] - inputs.cache_seqlens[:, None]  # of the token among the new ones
     is_new = (number >= 0) & (number < inputs.seqlen_new)
     number = number.clamp(0, inputs.seqlen_new - 1)
     entries = torch.arange(batch, device=device)[:, None].expand_as(slots)
@@ -409,7 +409,7 @@ def _append(inputs: DecodeInputs, tokens: Tensor, kv_block: int | None) -> None:
     ):
         assert new is not None
         rows = new[entries, number]
-        if cache.dtype == E4M3:  # torch cannot index it
+        if cache.dtype == E4M3:  # torch cannot index e4m3
             scale = None if descale is None else descale_of_keys(descale, inputs, kv_block, entries, slots)
             cache, rows = cache.view(torch.uint8), to_e4m3(rows, scale).view(torch.uint8)
         rows = rows.flatten(0, 1)[chosen]

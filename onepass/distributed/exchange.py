@@ -1,4 +1,4 @@
-"""Tensors on their way between ranks: collective operations of torch.distributed, one in a direction of a step."""
+"""Messages between ranks: one collective operation of torch.distributed for each direction of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDE = torch.complex128, torch.int64, torch.int32  # 16, 8 and 4 bytes
 
 
 class Message(NamedTuple):
-    """A tensor of any strides that goes to a rank of the group. Attributes: rows: those that go, None for all."""
+    """A tensor of any strides that goes to a rank of the group. Attributes: rows: the rows that go; None: all rows."""
 
     rank: int
     tensor: Tensor
@@ -32,7 +32,7 @@ class Message(NamedTuple):
         return math.prod(self.shape) * self.tensor.itemsize
 
     def write(self, place: Tensor) -> None:
-        """Write what goes into a contiguous tensor."""
+        """Write the message's rows to a contiguous tensor."""
         if self.rows is None:
             place.copy_(self.tensor)
         else:
@@ -48,11 +48,11 @@ class Expected(NamedTuple):
 
 
 class Pending:
-    """Messages that are under way. It keeps their memory alive.
+    """Messages that are under way. The object keeps their memory alive.
 
     Args:
-        flat: the bytes that arrive. packed: those that leave.
-        work: what torch.distributed waits with. words: what for.
+        flat: the bytes that arrive. packed: the bytes that leave.
+        work: the handle of torch.distributed that is waited on. words: what is waited for, for error messages.
     """
 
     def __init__(
@@ -87,9 +87,10 @@ class Pending:
 
 
 def exchange(group: Any, sends: Sequence[Message], receives: Sequence[Expected], device: torch.device) -> Pending:
-    """Start messages. Every rank of the group calls it, also one that has none.
+    """Start messages. Every rank of the group calls this, even a rank without messages.
 
-    Two ranks give those between them in the same order. Raises: what `Pending.wait` raises.
+    The messages from one rank to another stand in the same order in both ranks' lists. Raises: what `Pending.wait`
+    raises.
     """
     num_ranks = dist.get_world_size(group)
     outgoing, incoming = [0] * num_ranks, [0] * num_ranks
@@ -115,7 +116,7 @@ def exchange(group: Any, sends: Sequence[Message], receives: Sequence[Expected],
 
 
 def _spans(messages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Where each message begins, and its bytes: by ranks, and those of one rank in their order.
+    """Where each message begins, and its bytes. Messages are sorted by rank, and keep their order within a rank.
 
     Args: messages: the rank and the bytes of each.
     """
@@ -127,7 +128,7 @@ def _spans(messages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def words(t: Tensor) -> Tensor:
-    """The memory of a tensor in elements of up to 16 bytes. torch copies strided rows element by element."""
+    """A tensor's memory in elements of up to 16 bytes, because torch copies strided rows element by element."""
     return next((t.view(wide) for wide in WIDE if _fits(t, wide)), t)
 
 
@@ -138,7 +139,7 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Tensors of words, with words of equal size."""
+    """Two tensors of words, as views with words of equal size."""
     if a.dtype == b.dtype:
         return a, b
     narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
@@ -156,7 +157,7 @@ def _fits(t: Tensor, wide: torch.dtype) -> bool:
 def gather(own: Tensor, group: Any, num_ranks: int) -> Tensor:
     """(num_ranks, *own.shape): a tensor of equal shape from every rank. Raises: what `Pending.wait` raises."""
     flat = own.new_empty((num_ranks * own.numel(),))
-    # torch 2.13 renames it, and warns of the old name
+    # torch 2.13 renames all_gather_into_tensor, and warns about the old name
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with in_words(f"all {num_ranks} ranks of the group to give their part of a tensor"):
         all_gather(flat, own.contiguous().view(-1), group=group)
@@ -164,12 +165,12 @@ def gather(own: Tensor, group: Any, num_ranks: int) -> Tensor:
 
 
 def add_up(total: Tensor, group: Any) -> None:
-    """Put the sum over all ranks in a tensor's place. Raises: what `Pending.wait` raises."""
+    """Replace a tensor's values by their sums over all ranks. Raises: what `Pending.wait` raises."""
     with in_words("all ranks of the group to give their part of a sum"):
         dist.all_reduce(total, group=group)
 
 
 def take_from_first(t: Tensor, group: Any) -> None:
-    """Put what rank 0 of the group has in a tensor's place. Raises: what `Pending.wait` raises."""
+    """Replace a tensor's values by those of rank 0 of the group. Raises: what `Pending.wait` raises."""
     with in_words("all ranks of the group to take what the first one has"):
         dist.broadcast(t, dist.get_global_rank(group, 0), group)

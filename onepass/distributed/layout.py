@@ -13,7 +13,7 @@ from ..problem import Mask
 LayoutName = Literal["contiguous", "head_tail", "balanced", "cyclic"]
 LAYOUTS: tuple[LayoutName, ...] = ("contiguous", "head_tail", "balanced", "cyclic")
 CYCLIC_BLOCK = 256  # tokens; a cache grows by such blocks on one rank after another
-PIECES_PER_RANK = 16  # of the balanced layout: more of them balance better, and more of them are messages
+PIECES_PER_RANK = 16  # in the balanced layout; more pieces balance better, and travel as more messages
 
 
 class Run(NamedTuple):
@@ -41,7 +41,7 @@ class Layout:
     """The tokens that each rank owns.
 
     Attributes:
-        runs: for each rank its runs, which ascend and do not touch each other. Its tensors have their tokens in this
+        runs: the runs of each rank, which ascend and do not touch each other. A rank's tensors have its tokens in this
             order.
     """
 
@@ -71,7 +71,7 @@ class Layout:
         return [run.start for run in self.owners]
 
     def owned(self, start: int, stop: int) -> list[OwnedRun]:
-        """The tokens start <= t < stop, by who owns them."""
+        """The tokens start <= t < stop, as runs that one rank owns each."""
         found = []
         for run in self.owners[max(0, bisect_right(self._starts, start) - 1) :]:
             if run.start >= stop:
@@ -86,7 +86,7 @@ def make_layout(name: LayoutName, num_ranks: int, cu_seqlens: Sequence[int], mas
     """The layout of this name for sequences that begin at all offsets but the last."""
     total = cu_seqlens[-1]
     if name == "contiguous":
-        size = -(-total // num_ranks)  # as torch.chunk and DTensor have it
+        size = -(-total // num_ranks)  # as torch.chunk and DTensor cut it
         cuts = [min(total, size * r) for r in range(num_ranks + 1)]
         return Layout(tuple(_runs([(cuts[r], cuts[r + 1])]) for r in range(num_ranks)))
     if name == "head_tail":
@@ -101,7 +101,7 @@ def make_layout(name: LayoutName, num_ranks: int, cu_seqlens: Sequence[int], mas
 
 
 def _cut(total: int, count: int, index: int) -> int:
-    """Where piece `index` of `count` pieces of `total` tokens begins; they differ by one token at most."""
+    """Where piece `index` of `count` pieces of `total` tokens begins. Pieces differ in size by one token at most."""
     return total * index // count
 
 
@@ -119,7 +119,7 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[Run, ...]:
 
 
 def _balanced(num_ranks: int, cu_seqlens: Sequence[int], mask: Mask) -> Layout:
-    """Equal pieces, the heaviest first to the rank that has the least work and not yet all of its pieces."""
+    """Equal pieces, the heaviest first: each goes to the rank with the least work that still lacks pieces."""
     total, count = cu_seqlens[-1], num_ranks * PIECES_PER_RANK
     pieces = [(_cut(total, count, i), _cut(total, count, i + 1)) for i in range(count)]
     work = [visible_pairs(Run(*piece), cu_seqlens, mask) for piece in pieces]
@@ -148,7 +148,7 @@ def documents(run: Run, cu_seqlens: Sequence[int]) -> list[tuple[int, Run]]:
 
 
 def visible_keys(run: Run, document: Run, mask: Mask) -> Run:
-    """The least run of keys that has all keys which queries of a run see, and these queries' own positions."""
+    """The shortest run of keys that has all keys that the queries of a run see, and the queries' own positions."""
     left, right = mask.window_left, mask.window_right
     start = document.start if left is None else max(document.start, run.start - left)
     stop = document.stop if right is None else min(document.stop, run.stop + right)
@@ -156,7 +156,7 @@ def visible_keys(run: Run, document: Run, mask: Mask) -> Run:
 
 
 def visible_pairs(run: Run, cu_seqlens: Sequence[int], mask: Mask) -> int:
-    """How many pairs of a query of the run and a key the mask leaves."""
+    """The number of visible pairs of a query of the run and a key."""
     total = 0
     for number, piece in documents(run, cu_seqlens):
         first, end = cu_seqlens[number], cu_seqlens[number + 1]
@@ -183,7 +183,7 @@ def most_keys(run: Run, cu_seqlens: Sequence[int], mask: Mask) -> int:
 
 def _sum_clamped(run: Run, shift: int, least: int, greatest: int) -> int:
     """The sum of min(greatest, max(least, t + shift)) over the tokens t of a run."""
-    low = min(max(least - shift, run.start), run.stop)  # before it t + shift is below least
-    high = min(max(greatest - shift, low), run.stop)  # from it on t + shift is above greatest
+    low = min(max(least - shift, run.start), run.stop)  # before this token, t + shift is below least
+    high = min(max(greatest - shift, low), run.stop)  # from this token on, t + shift is at least greatest
     middle = (low + high - 1) * (high - low) // 2 + shift * (high - low)
     return least * (low - run.start) + middle + greatest * (run.stop - high)

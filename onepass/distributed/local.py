@@ -23,7 +23,7 @@ from .schedule import Step
 
 
 class Terms(NamedTuple):
-    """Tensors that every rank has in full, as of `onepass.attention` of all tokens.
+    """Tensors that every rank has in full, as `onepass.attention` of all tokens takes them.
 
     Attributes:
         dropout_state: (2,) int64, the same on all ranks.
@@ -51,10 +51,10 @@ class Options:
 
 
 class DenseCall(NamedTuple):
-    """A dense call of a step: rows of its buffers, and where they stand.
+    """A dense call of a step: the rows of the step's buffers that it reads, and the tokens of these rows.
 
     Attributes:
-        queries, keys: rows of the buffers.
+        queries, keys: rows of the buffers of q, and of k and v.
         runs: the tokens of the queries. first_key: the token of the first key.
     """
 
@@ -70,7 +70,7 @@ class DenseCall(NamedTuple):
 
 
 class TermGradients(NamedTuple):
-    """What gradients of terms are added to, in their shapes, in float32 or float64; None where there are none."""
+    """The sums of the gradients of terms, in the shapes of the terms, float32 or float64; None: the term has none."""
 
     sinks: Tensor | None
     alibi_slopes: Tensor | None
@@ -88,7 +88,7 @@ class LocalCalls:
         schedule = plan.schedule
         self.heads = schedule.heads_q(step, plan.rank)
         self.mask, self.sums_keys = schedule.mask, schedule.sums_keys()
-        self.documents: Tensor | None = None  # of packed calls: the number of each segment's sequence
+        self.documents: Tensor | None = None  # for a packed call, the number of each segment's sequence
         self.counts_rows = counts_rows(options, terms)
         self.needs_positions = terms.alibi_slopes is not None or terms.seqstart_k is not None or self.counts_rows
 
@@ -101,7 +101,7 @@ class LocalCalls:
             out, lse = self._run(inputs, mask)
             return out[:, None], lse.t()[:, None]
         calls = self._dense_calls()
-        if len(calls) == 1:  # of all rows
+        if len(calls) == 1:  # it has all rows
             out, lse = self._run(*self._dense_inputs(calls[0], q, k, v))
             return out.transpose(0, 1), lse.permute(2, 0, 1)
         out = q.new_empty((*q.shape[:3], v.shape[-1]))
@@ -115,13 +115,13 @@ class LocalCalls:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, sums: TermGradients
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv. The last two are in float32 where the plan adds several of them.
+        """dq, dk and dv. dk and dv are in float32 where the plan adds up several of them.
 
-        The backward is called with out = 0, so that the gradient of lse holds all that it subtracts from dP.
+        The backend's backward gets out = 0, so that the gradient of lse alone says what is subtracted from dP.
 
         Args:
-            stats: (rows, batch, heads, 2): lse, and the gradient of lse less dout . out.
-            sums: the gradients of terms are added to these.
+            stats: (rows, batch, heads, 2): lse, and the gradient of lse minus dout . out.
+            sums: the tensors that the gradients of terms are added to.
         """
         lse, dlse = stats.unbind(-1)
         key_dtype = accum_dtype(q.dtype) if self.sums_keys else k.dtype
@@ -171,9 +171,9 @@ class LocalCalls:
     # ---------------------------------------------------------------- inputs
 
     def _dense_calls(self) -> list[DenseCall]:
-        """A call for each segment, or for each of its runs of queries where a call takes no positions.
+        """A call for each segment, or for each run of queries of a segment where calls take no positions (FP8).
 
-        One call of two runs ends once with tiles that do not keep all multiprocessors busy, and two calls end twice.
+        A call ends with tiles that do not keep all multiprocessors busy, so one call of two runs is better than two.
         """
         found = []
         for segment in self.plan.segments(self.step):
@@ -188,8 +188,8 @@ class LocalCalls:
         return found
 
     def _keys_of(self, runs: Sequence[Run], keys: Run) -> Run:
-        """The keys of a segment that these of its runs see."""
-        # columns may be counted from the first key; a segment has the keys that all of its runs see
+        """The keys of a segment that some of its runs of queries may see."""
+        # a call of several runs needs the keys of all of them, and columns may count from the segment's first key
         if len(runs) > 1 or self.counts_rows or self.terms.seqused_k is not None:
             return keys
         return visible_keys(runs[0], keys, self.mask)
@@ -324,7 +324,7 @@ class LocalCalls:
 
 
 def counts_rows(options: Options, terms: Terms) -> bool:
-    """Whether what a query gets depends on its number: random bits, or rows of a bias."""
+    """Whether the result of a query depends on its number, because of random bits or of rows of a bias."""
     bias = terms.bias
     return options.dropout_p > 0 or (bias is not None and bias.dim() > 1 and bias.shape[-2] > 1)
 
@@ -334,11 +334,11 @@ def accum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _shifted(mask: Mask, shift: int) -> Mask:
-    """The mask of queries that stand `shift` keys later than the last key would have them stand."""
+    """The mask of queries of which the last one stands `shift` keys later than the last key."""
     left = None if mask.window_left is None else mask.window_left - shift
     return Mask(left, None if mask.window_right is None else mask.window_right + shift)
 
 
 def _heads(t: Tensor, dim: int, heads: slice) -> Tensor:
-    """The heads of a tensor, which may be the same for all."""
+    """Some heads of a tensor, or the whole tensor if it has one entry for all heads."""
     return t if t.shape[dim] == 1 else t.narrow(dim, heads.start, heads.stop - heads.start)

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class PackedTables(NamedTuple):
-    """A step's segments, each a sequence of the call.
+    """The segments of a step as the sequences of one packed call.
 
     Attributes:
-        cu_seqlens_q, cu_seqlens_k: int32 offsets.
-        documents: (segments,) int64, numbers of the plan's sequences.
-        first_keys, key_counts: (segments,) int32, the first key of each segment in its sequence, and its keys.
+        cu_seqlens_q, cu_seqlens_k: (segments + 1,) int32 offsets.
+        documents: (segments,) int64, the number of each segment's sequence among the plan's.
+        first_keys, key_counts: (segments,) int32, the first key of each segment in its sequence, and how many it has.
         lengths: (sequences,) int32, tokens of each of the plan's sequences.
-        tokens: (rows,) int64, the token of each row of q. row_segments: (rows,) int64, its segment.
-        positions: (rows,) int32, where it stands among the segment's keys.
-        are_aligned: the last query of each segment stands at its last key, and the others before it.
-        is_whole: the segments are the plan's sequences.
+        tokens, row_segments: (rows,) int64, the token and the segment of each row of q.
+        positions: (rows,) int32, where the query of each row stands among the keys of its segment.
+        are_aligned: whether the last query of each segment stands at its last key, and the others right before it.
+        is_whole: whether the segments are the plan's sequences.
     """
 
     cu_seqlens_q: Tensor
@@ -48,7 +48,7 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
 def make_tables(plan: ContextPlan, step: Step, device: torch.device) -> PackedTables:
     segments, cu_seqlens = plan.segments(step), plan.schedule.cu_seqlens
     is_whole = plan.schedule.layout.num_ranks == step.width
-    if is_whole:  # with the sequences that have no token
+    if is_whole:  # sequences without a token are there, too
         documents, queries = list(range(len(cu_seqlens) - 1)), list(cu_seqlens)
         first_keys, keys = [0] * len(documents), list(cu_seqlens)
     else:

@@ -17,7 +17,7 @@ from .plan import ContextPlan
 
 
 class ContextParallel(ParallelStyle):
-    """For `parallelize_module` of torch.distributed.tensor.parallel: a module's forward becomes `attention` of a plan.
+    """A style for `parallelize_module` of torch.distributed.tensor.parallel: a module's forward becomes `attention`.
 
         plan = onepass.distributed.plan(65536, mesh["cp"], num_heads_q=32, num_heads_kv=8, causal=True)
         parallelize_module(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(plan)})
@@ -25,7 +25,7 @@ class ContextParallel(ParallelStyle):
     The module's first three arguments are q, k and v: this rank's tokens, or DTensors that are sharded over the mesh in
     the dimension of the tokens, with the plan's numbers of tokens (with a head-tail or balanced layout the DTensor's
     tokens are in the order of the shards). The result is of the same kind. Keyword arguments are those of
-    `onepass.distributed.attention`. What else the module's own forward does is replaced, too.
+    `onepass.distributed.attention`. The module's own forward does not run, whatever else it does.
 
     Args:
         plan: a plan for the group of the mesh, or a function that returns the plan of the current batch.

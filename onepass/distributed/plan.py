@@ -29,21 +29,21 @@ from .shards import Gather
 Engine = Literal["heads", "keys"] | int
 Transport = Literal["messages", "copies"]
 CHUNKS = (16, 8, 4, 2, 1)  # from which `plan` chooses
-AS_FAST = 1.02  # of two numbers of steps whose times differ less, the greater one is chosen: its buffers are smaller
+AS_FAST = 1.02  # a greater number of steps, whose buffers are smaller, may take this factor longer
 
 
 @dataclass(frozen=True, eq=False)
 class ContextPlan:
     """How the tokens of sequences, and attention over them, are spread over the ranks of a process group.
 
-    Made by `plan`. It holds no tensor that depends on data, and serves every layer and every step of calls with the
-    same sequences.
+    The function `plan` makes it. A plan holds no tensor that depends on data, and serves every layer and every training
+    step with the same sequences.
 
     Attributes:
         schedule: the tokens of each rank, and the steps of the computation.
         rank: this process's rank in the group.
-        is_packed: sequences follow each other in one tensor.
-        keep_gathered: the forward keeps what it received for the backward, which then does not ask for it again.
+        is_packed: whether sequences follow each other in one tensor.
+        keep_gathered: whether the forward keeps what it has received for the backward, which then does not ask again.
         transport: how q, k and v come to the ranks that compute with them.
     """
 
@@ -70,21 +70,21 @@ class ContextPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal on ranks whose plans are equal."""
+        """A digest that is equal on ranks whose plans are equal."""
         return hashlib.sha256(repr((self.schedule, self.keep_gathered)).encode()).hexdigest()[:12]
 
     # ---------------------------------------------------------------- what ranks tell each other
 
     def agree(self, function: str, values: Mapping[str, Any]) -> None:
-        """Compare a call with those of the other ranks, if they have not made it before.
+        """Compare a call with those of the other ranks, unless the ranks have agreed on this call before.
 
-        Raises: RuntimeError on all ranks if they differ.
+        Raises: RuntimeError on all ranks if the calls differ.
         """
         if self.control is not None:
             self.control.compare_once(function, values, self.fingerprint, self.timeout)
 
     def reporting(self, function: str) -> AbstractContextManager[None]:
-        """What is raised inside reaches the ranks that compare their call with this one, too."""
+        """Report an error of the block to the ranks that compare their call with this one."""
         return nullcontext() if self.control is None else self.control.reporting(function)
 
     # ---------------------------------------------------------------- tokens
@@ -100,7 +100,7 @@ class ContextPlan:
 
     @property
     def local_runs(self) -> tuple[Run, ...]:
-        """The tokens of this rank, first <= t < last, in the order of its tensors."""
+        """The tokens of this rank as runs, start <= t < stop, in the order of its tensors."""
         return self.schedule.layout.runs[self.rank]
 
     @cached_property
@@ -131,7 +131,7 @@ class ContextPlan:
         return torch.cat([x.narrow(dim, run.start, run.size) for run in self.local_runs] or [x.narrow(dim, 0, 0)], dim)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """All tokens, on every rank, from each rank's own in dimension `dim`. Every rank of the group calls it.
+        """All tokens, on every rank, from each rank's own in dimension `dim`. Every rank of the group calls this.
 
         Differentiable: the gradient of x is the sum of what the ranks have for its tokens. Raises: ValueError if the
         dimension has another size than num_local_tokens; RuntimeError on all ranks if their tensors differ otherwise.
@@ -152,7 +152,7 @@ class ContextPlan:
         if x.shape[dim] != expected:
             raise ValueError(f"{name}: expected {expected} tokens in dimension {dim}, got shape {tuple(x.shape)}")
 
-    # ---------------------------------------------------------------- steps; those of one width have the same rows
+    # ---------------------------------------------------------------- steps; steps of one width have the same rows
 
     def segments(self, step: Step) -> tuple[Segment, ...]:
         """What this rank computes in a step."""
@@ -179,16 +179,16 @@ class ContextPlan:
         return found
 
     def on_device(self, key: Any, device: torch.device, make: Any) -> Any:
-        """What depends on the plan and on the device alone, made once."""
+        """A value that depends on the plan and the device alone, which is made once and kept."""
         return self._once((key, device), make)
 
     def for_call(self, counts_rows: bool, counts_from_end: bool, is_fp8: bool) -> ContextPlan:
         """The plan by which a call is computed: this one, or one that gathers what the call needs beyond it.
 
         Args:
-            counts_rows: what a query gets depends on its number in its sequence, and on that of a key.
-            counts_from_end: queries may stand before their own tokens, because of seqused_k.
-            is_fp8: the call has no modifiers.
+            counts_rows: whether the result of a query depends on its number in its sequence, and on those of keys.
+            counts_from_end: whether queries may stand before their own tokens, because of seqused_k.
+            is_fp8: whether the call is in FP8, and so takes no modifiers.
         """
         schedule = self.schedule
         # sequences must stay whole where numbers of queries are not their positions, and in packed FP8
@@ -209,7 +209,7 @@ class ContextPlan:
     def candidates(self, hardware: Hardware | None = None) -> list[Candidate]:
         """What each engine would do with the arguments of this plan, "heads" first and "keys" last.
 
-        That of the plan is as it is, whatever the hardware. Args: hardware: None = that of the plan.
+        The plan's own engine is listed as it was planned, whatever the hardware. Args: hardware: None = the plan's own.
         """
         assert self._wanted is not None
         wanted = self._wanted._replace(hardware=hardware or self.hardware)
@@ -222,7 +222,7 @@ class ContextPlan:
         """Work, bytes and balance of each rank, and the estimate of each engine, of which one was chosen, as text.
 
         Args:
-            hardware: None = that of the plan.
+            hardware: None = the plan's own.
         """
         return report(self, hardware or self.hardware)
 
@@ -248,23 +248,25 @@ def plan(
 ) -> ContextPlan:
     """Plan self-attention over sequences whose tokens are spread over the ranks of a process group.
 
-    Nothing has to divide anything: neither tokens nor heads nor the lengths of packed sequences by the ranks.
+    Nothing needs to be a multiple of the number of ranks: not the tokens, nor the heads, nor the lengths of packed
+    sequences.
 
     Args:
         tokens: the tokens of the sequence (of each batch entry), or for packed sequences their offsets cu_seqlens, a
             list or a tensor, whose values are read here.
         group: a ProcessGroup, or a one-dimensional DeviceMesh; None = the default group. All of its ranks call `plan`.
         num_heads_q, num_heads_kv: heads of q, and of k and v.
-        head_dim: for the estimate of costs alone; the same on all ranks, because it may change the choice of engine.
-        causal, window: the mask, as of `onepass.attention`.
+        head_dim: serves the estimate of costs alone; it is the same on all ranks, because it may change the choice of
+            engine.
+        causal, window: the mask, as in `onepass.attention`.
         layout: "contiguous": each rank owns one run of tokens. "head_tail": rank r owns pieces r and 2 P - 1 - r of
             2 P, which balances a causal mask. "balanced": each rank owns several pieces, with equal numbers of tokens
-            and nearly equal work. "cyclic": blocks of 256 tokens go to one rank after another, so that the shards of a
-            sequence are the beginnings of those of a longer one: a cache grows evenly. None = the best for the engine.
+            and nearly equal work. "cyclic": blocks of 256 tokens go to one rank after another, so that each shard is
+            the beginning of the shard of a longer sequence: a cache grows evenly. None = the best for the engine.
         engine: "heads": each rank gets all queries and keys of some heads (all-to-all). "keys": each rank keeps its
-            queries, and gathers the keys and values that they see. A number of ranks, which divides the group's:
-            that many ranks deal heads among themselves, and gather keys from the others. None = the fastest by the
-            estimate that `describe` shows.
+            queries, and gathers the keys and values that they see. A divisor of the number of ranks: so many ranks
+            deal the heads among themselves, and gather keys from the others. None = the fastest by the estimate that
+            `describe` shows.
         chunks: about how many steps the heads are cut into, so that messages of one step travel while another one is
             computed, and only three steps need memory. None = at most 16: the greatest number that is within 2 % of the
             fastest one by the estimate.
@@ -337,7 +339,7 @@ def plan(
             "keep_gathered": keep_gathered,
             "transport": transport,
             "hardware": hardware,
-            # the same arguments have another result where ranks run other versions of this library
+            # ranks that run different versions of this library may plan differently from equal arguments
             "tokens and steps": f"{made.layout_name}, {made.engine}, {made.fingerprint}",
         }
         if transport == "copies":
@@ -348,7 +350,7 @@ def plan(
 
 
 class Candidate(NamedTuple):
-    """A schedule among which `plan` chooses."""
+    """One of the schedules among which `plan` chooses."""
 
     engine: Engine
     layout_name: LayoutName
@@ -358,7 +360,7 @@ class Candidate(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Checked arguments of `plan`. Attributes: widths: those of the engines among which it chooses."""
+    """Checked arguments of `plan`. Attributes: widths: the widths of the engines among which `plan` chooses."""
 
     cu_seqlens: tuple[int, ...]
     is_packed: bool
@@ -465,7 +467,7 @@ def _widths(engine: Any, num_ranks: int) -> list[int]:
 
 
 def _best_layout(steps: Sequence[Step], num_ranks: int, is_packed: bool, mask: Mask) -> LayoutName:
-    """Contiguous where every rank has all queries, or where all tokens have equal work, else a balanced one."""
+    """The contiguous layout where every rank has all queries or all tokens have equal work, else a balanced one."""
     if all(step.width == num_ranks for step in steps) or num_ranks == 1:
         return "contiguous"
     if is_packed:

@@ -1,7 +1,7 @@
 """Which rows of a step's tensors go from one rank to another, and how they are copied.
 
-With few runs of rows each run is copied by itself. With many, as balanced documents have them, one kernel gathers
-the rows by their numbers: a copy takes the host 10 us, and the GPU less.
+A few runs of rows are copied one by one. Many runs, as balanced documents have them, are gathered by one kernel by the
+numbers of their rows, because each copy takes 10 us of the host's time, and less of the GPU's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .exchange import alike, copy
 from .packed import to_device
 from .schedule import Piece
 
-FEW_PIECES = 4  # between two ranks, which are copied one by one
+FEW_PIECES = 4  # so many pieces between two ranks are copied one by one
 
-Selection = slice | Tensor  # a run of rows, or their numbers, int64, each of them once
+Selection = slice | Tensor  # a run of rows, or the numbers of rows, int64, without repetition
 
 
 class Rows(NamedTuple):
@@ -39,10 +39,10 @@ class Route(NamedTuple):
     """The rows of one step that concern one rank.
 
     Attributes:
-        pieces: of this rank's buffer.
-        incoming: its rows, put together by their source.
+        pieces: the pieces of this rank's buffer.
+        incoming: the rows of this rank's buffer, put together by their source.
         outgoing: for each rank that computes with rows of this one, the rows of its buffer that come from here.
-        travels: whether rows go from any rank to another one; all ranks of the group know it alike.
+        travels: whether rows go from any rank to another one; it is the same on all ranks of the group.
     """
 
     pieces: list[Piece]
@@ -52,7 +52,7 @@ class Route(NamedTuple):
 
     @classmethod
     def of(cls, pieces_of_ranks: Sequence[list[Piece]], rank: int, device: torch.device) -> Route:
-        """The route of a rank. Args: pieces_of_ranks: the buffer of each rank."""
+        """The route of a rank. Args: pieces_of_ranks: the pieces of each rank's buffer."""
         outgoing = []
         for other, pieces in enumerate(pieces_of_ranks):
             if from_here := [piece for piece in pieces if piece.source == rank]:

@@ -3,10 +3,10 @@
 A rank computes a step's heads for a step's queries. The ranks are dealt into rows of `width` ranks; the ranks of a row
 share their queries, and deal the heads of the step among themselves. With width = P every rank has all queries and its
 own heads (all-to-all over heads, DeepSpeed-Ulysses, arXiv:2309.14509). With width = 1 every rank has its own queries
-and all heads of the step, whose keys and values are gathered. Others are both. A softmax row is computed by one rank
-over all of its keys, in every case, so there are no partial outputs to merge and to round.
+and all heads of the step, whose keys and values are gathered. A width in between does both. A softmax row is computed
+by one rank over all of its keys, in every case, so there are no partial outputs to merge and to round.
 
-Rows of q travel inside of a row of ranks; rows of k and v come from every rank that owns a key which a query of the row
+Rows of q travel within a row of ranks; rows of k and v come from every rank that owns a key which a query of the row
 sees. Results and gradients travel back the same ways.
 """
 
@@ -18,8 +18,9 @@ from typing import NamedTuple
 from ..problem import Mask
 from .layout import Layout, OwnedRun, Run, documents, visible_keys
 
-# Steps whose messages are under way while one is computed. On a GPU a kernel of attention takes all multiprocessors.
-# Messages that become ready together with it would wait for its end, so those of the next step are ready before it.
+# The number of steps whose messages are under way while one is computed. On a GPU a kernel of attention takes all
+# multiprocessors, and messages that become ready together with it would wait for its end. With two steps, the messages
+# of the next step are ready before the kernel starts.
 AHEAD = 2
 
 
@@ -52,12 +53,12 @@ class Piece(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Queries of one document, and the keys among which their own lie.
+    """Queries of one sequence (document), and the keys that they see, among which the queries' own tokens are.
 
     Attributes:
         document: the number of the sequence.
-        keys: tokens.
-        runs: the queries, tokens.
+        keys: the tokens of the keys.
+        runs: the tokens of the queries.
         query_row, key_row: the rows of the buffers at which they begin.
     """
 
@@ -97,7 +98,7 @@ def make_steps(num_ranks: int, num_heads_q: int, num_heads_kv: int, width: int, 
 
 
 def steps_over_heads(num_ranks: int, num_heads_q: int, num_heads_kv: int, chunks: int) -> tuple[Step, ...]:
-    """Steps in which every rank has all queries, even where heads do not divide: some ranks have less to do then."""
+    """Steps in which every rank has all queries, also where some ranks then have fewer heads than others."""
     group = num_heads_q // num_heads_kv
     wanted = max(1, -(-num_heads_q // (num_ranks * chunks)))
     heads = _heads_of_a_rank(0, max(wanted * num_ranks, num_ranks), num_ranks, group, wanted)
@@ -105,9 +106,10 @@ def steps_over_heads(num_ranks: int, num_heads_q: int, num_heads_kv: int, chunks
 
 
 def _heads_of_a_rank(first: int, left: int, width: int, group: int, wanted: int) -> int:
-    """About `wanted` query heads, whole kv heads or heads of one kv head; 0 if a row of ranks has not enough.
+    """How many query heads a rank computes in a step, about `wanted`; 0 if there are too few for a row of ranks.
 
-    A kv head is divided only where there are fewer of them than ranks, since each division gathers it again.
+    They belong to whole kv heads, or to a part of one. A kv head is divided only where there are fewer kv heads than
+    ranks, since each part gathers its keys again.
     """
     most = min(max(wanted, group), left // width)
     if most >= group and first % group == 0:
@@ -129,7 +131,7 @@ class Schedule:
     num_heads_q: int
     num_heads_kv: int
     steps: tuple[Step, ...]
-    from_start: bool = False  # keys are gathered from the first one of a sequence on, whatever the mask hides
+    from_start: bool = False  # whether keys are gathered from the first one of a sequence on, whatever the mask hides
 
     @property
     def qhead_per_kvhead(self) -> int:
@@ -162,9 +164,9 @@ class Schedule:
         return [run for run in self.layout.owners if run.rank in ranks]
 
     def segments(self, step: Step, rank: int) -> tuple[Segment, ...]:
-        """The queries that a rank computes, by documents, with the keys that they see.
+        """The queries that a rank computes, by sequence, with the keys that they see.
 
-        Runs of a document whose keys overlap or touch are in one segment.
+        Runs of a sequence whose keys overlap or touch are in one segment.
         """
         found: list[Segment] = []
         query_row = key_row = 0
@@ -186,7 +188,7 @@ class Schedule:
         return tuple(found)
 
     def query_pieces(self, step: Step, rank: int) -> list[Piece]:
-        """Where the queries that a rank computes come from."""
+        """The pieces of the queries that a rank computes, and where they come from."""
         pieces: list[Piece] = []
         row = 0
         for run in self.queries(step, rank):
@@ -195,7 +197,7 @@ class Schedule:
         return pieces
 
     def key_pieces(self, step: Step, rank: int) -> list[Piece]:
-        """Where the keys come from that a rank's queries see."""
+        """The pieces of the keys that a rank's queries see, and where they come from."""
         pieces: list[Piece] = []
         for segment in self.segments(step, rank):
             for run in self.layout.owned(*segment.keys):
@@ -211,7 +213,7 @@ def _extended(runs: tuple[Run, ...], run: Run) -> tuple[Run, ...]:
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:
-    """Add a piece, or extend the last one if it goes on there and here."""
+    """Add a piece, or extend the last one if the new rows follow its rows both in the source and in the buffer."""
     last = pieces[-1] if pieces else None
     if (
         last is not None

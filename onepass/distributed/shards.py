@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Gather(torch.autograd.Function):
-    """`ContextPlan.unshard`."""
+    """`ContextPlan.unshard` as an operation of autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, plan: ContextPlan) -> Tensor:

@@ -22,10 +22,10 @@ class Shipment(NamedTuple):
     """Rows of this rank that other ranks need, and rows of other ranks that this one needs. Nothing is sent yet.
 
     Attributes:
-        own: rows of this rank, of its own heads.
-        route: how the rows come that this rank computes with; None: they are its own.
-        sends: what other ranks need.
-        published: rows of each rank, of this rank's heads, if they are not sent but read.
+        own: this rank's rows of the heads that it computes.
+        route: how the rows that this rank computes with come to it; None: they are its own.
+        sends: the messages to other ranks.
+        published: the rows of each rank, of the heads that this rank computes, if rows are read and not sent.
     """
 
     own: Tensor
@@ -39,7 +39,7 @@ class Shipment(NamedTuple):
         return self.route is not None and self.route.travels
 
     def expected(self, rank: int) -> list[Expected]:
-        """What other ranks send. Args: rank: this one."""
+        """The tensors that other ranks send. Args: rank: this rank."""
         rest, dtype = tuple(self.own.shape[1:]), self.own.dtype
         incoming = self.route.incoming if self.route is not None else ()
         return [Expected(rows.source, (rows.size, *rest), dtype) for rows in incoming if rows.source != rank]
@@ -50,7 +50,7 @@ class Shipment(NamedTuple):
         return self.own.new_empty((sum(rows.size for rows in self.route.incoming), *self.own.shape[1:]))
 
     def rows(self, rank: int, received: Iterator[Tensor]) -> Tensor:
-        """The rows that this rank computes with. Args: received: what `expected` says comes next."""
+        """The rows that this rank computes with. Args: received: its next tensors are those of `expected`."""
         if self.route is None:
             return self.own
         buffer = self.buffer()
@@ -100,9 +100,9 @@ class Reading:
 
 
 class Arrivals:
-    """The buffers of one step after the other, of which those of `AHEAD` steps are being filled at a time.
+    """The buffers of one step after the other; those of `AHEAD` steps are being filled at a time.
 
-    Args: inputs_of: what a step needs, by its number. reader: what reads rows that are not sent.
+    Args: inputs_of: the shipments that a step needs, by its number. reader: reads rows; None: they are sent.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Arrivals:
             self.start_next()
 
     def start_next(self) -> None:
-        """Start the messages of one more step, if there is one. The caller has let go of the step before."""
+        """Start the messages of one more step, if there is one. By now the caller has let go of the step before."""
         index = next(self._left, None)
         if index is not None:
             shipments = self._inputs_of(index)
@@ -131,9 +131,9 @@ class Arrivals:
 
 
 def send_queries(plan: ContextPlan, step: Step, rows: Tensor, published: Sequence[Tensor] | None = None) -> Shipment:
-    """Rows (rows, batch, heads, dim) of all heads to the ranks that compute with them, each its heads.
+    """Rows (rows, batch, heads, dim) of all heads, for the ranks that compute with them: each gets its own heads.
 
-    Args: published: rows of all ranks, if they are not sent but read.
+    Args: published: the published rows of all ranks, if rows are read and not sent.
     """
     if step.width == 1:
         return Shipment(rows[:, :, plan.schedule.heads_q(step, plan.rank)])
@@ -143,7 +143,7 @@ def send_queries(plan: ContextPlan, step: Step, rows: Tensor, published: Sequenc
 
 
 def send_keys(plan: ContextPlan, step: Step, rows: Tensor, published: Sequence[Tensor] | None = None) -> Shipment:
-    """Rows of k or v to the ranks whose queries see them. Args: as `send_queries`."""
+    """Rows of k or v, for the ranks whose queries see them. Args: as for `send_queries`."""
     return _ship(
         plan, plan.key_route(step, rows.device), rows, lambda rank: plan.schedule.heads_kv(step, rank), published
     )
@@ -180,8 +180,8 @@ class Return:
     """Results of a step, (rows, batch, heads, ...), on the way to the ranks that own their rows.
 
     Args:
-        route: by which the rows came.
-        heads_of: the heads of a rank's results.
+        route: the route by which the rows of the step came.
+        heads_of: rank -> the heads of its results.
     """
 
     def __init__(self, plan: ContextPlan, route: Route, results: Sequence[Tensor], heads_of: Callable[[int], slice]):
@@ -205,7 +205,7 @@ class Return:
     def arrived(self, received: Iterator[Tensor]) -> Iterator[tuple[int, Selection, slice, Tensor]]:
         """For each result, in the order of the ranks: its number, rows of this rank's tensors, heads, and values.
 
-        Args: received: what has arrived, of which this takes its own part.
+        Args: received: its next tensors are those that have arrived for these results.
         """
         for number, own_values in enumerate(self.own):
             own = iter(own_values)
@@ -213,7 +213,7 @@ class Return:
                 for rows in outgoing:
                     if rank != self.plan.rank:
                         yield number, rows.source_rows, self.heads_of(rank), next(received)
-                    elif own_values:  # they have not been written
+                    elif own_values:  # own results that have not been written yet
                         yield number, rows.source_rows, self.heads_of(rank), next(own)
 
 
@@ -221,13 +221,13 @@ class QueryReturn(Return):
     """Results of a step's queries."""
 
     def __init__(self, plan: ContextPlan, step: Step, results: Sequence[Tensor]):
-        results = [words(t) if t.dim() == 4 else t for t in results]  # lse has no dimension but heads to widen
+        results = [words(t) if t.dim() == 4 else t for t in results]  # lse has no head_dim
         super().__init__(
             plan, plan.query_route(step, results[0].device), results, lambda rank: plan.schedule.heads_q(step, rank)
         )
 
     def write_own(self, targets: Sequence[Tensor]) -> None:
-        """Write this rank's own results into rows of all heads, and let go of the step's."""
+        """Write this rank's own results into tensors of all heads, and release the results of the step."""
         heads = self.heads_of(self.plan.rank)
         for target, own in zip(targets, self.own, strict=True):
             for rows, values in zip(self.own_rows, own, strict=True):
@@ -250,14 +250,14 @@ class KeyReturn(Return):
         )
 
     def keep_own(self) -> None:
-        """Let go of what has been packed for other ranks."""
+        """Release the step's results, which have been packed for other ranks; keep copies of this rank's own rows."""
         if self.sends:
             self.sends = []
             is_view = [isinstance(rows.rows, slice) for rows in self.own_rows]
             self.own = [[t.clone() if view else t for t, view in zip(own, is_view, strict=True)] for own in self.own]
 
     def add_to(self, targets: Sequence[Tensor], first_head: int, received: Iterator[Tensor]) -> None:
-        """Add them up, in the order of the ranks, so that sums do not change from run to run.
+        """Add the gradients to targets, in the order of the ranks, so that sums do not change from run to run.
 
         Args: targets: (rows, batch, heads, dim) of this rank's keys and values, for kv heads from first_head on.
         """
@@ -279,10 +279,11 @@ def start(plan: ContextPlan, device: torch.device, *returns: Return) -> Pending:
 class KeyGradients:
     """dk and dv of this rank's keys, from what the steps send.
 
-    A kv head whose query heads are all in one step is rounded when that step has come, so that float32 sums of few
-    heads are in memory. Where a kv head is divided among steps, the sums of all heads stay until the last step.
+    A kv head whose query heads are all in one step is rounded when the gradients of that step have arrived, so that
+    memory holds float32 sums of few heads. Where a kv head is divided among steps, the sums of all heads stay until the
+    last step.
 
-    Args: dtype: of the sums.
+    Args: dtype: the dtype of the sums.
     """
 
     def __init__(self, plan: ContextPlan, dk: Tensor, dv: Tensor, dtype: torch.dtype):
@@ -293,7 +294,7 @@ class KeyGradients:
             self.whole = self._zeros(dk.shape[2])
 
     def add(self, returned: KeyReturn, received: Iterator[Tensor]) -> None:
-        """Add a step's gradients. Args: received: what has arrived of them."""
+        """Add a step's gradients. Args: received: its next tensors are those that have arrived."""
         self.steps_left -= 1
         if self.whole is not None:
             returned.add_to(self.whole, 0, received)

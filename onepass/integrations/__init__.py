@@ -1,1 +1,1 @@
-"""Adapters that plug onepass into other libraries, each imported on demand: `integrations.transformers`."""
+"""Adapters that plug onepass into other libraries, each imported on demand: `transformers`, `torch_sdpa`, `vllm`."""

@@ -37,7 +37,8 @@ FEW_QUERIES = 16
 def register(name: str = "onepass") -> str:
     """Make `attn_implementation=name` available to every model of transformers.
 
-    Calling it again is harmless. Where no kernel is in the disk cache yet, processes that will compile them start now.
+    Calling this again is harmless. If no kernel is in the disk cache yet, the processes that will compile kernels start
+    now.
     Returns: name. Raises: ImportError without transformers 5.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -50,7 +51,7 @@ def register(name: str = "onepass") -> str:
 
 # --- the attention function -------------------------------------------------------------------------------------------
 
-# attributes of tensors of positions and of masks, which keep what a layer has made of them
+# names of attributes in which tensors of positions and masks keep what a layer has made of them
 _KNOWN_OFFSETS = "_onepass_cu_seqlens"
 _KNOWN_LENGTHS = "_onepass_lengths"
 
@@ -97,9 +98,9 @@ def attention_forward(
         query: (batch, num_heads_q, q_length, head_dim). key: (batch, num_heads_kv, kv_length, head_dim).
         value: (batch, num_heads_kv, kv_length, head_dim_v).
         attention_mask: the result of `padding_mask`; bool (batch, num_keys), the real keys; or a whole mask, bool or
-            floating point, that broadcasts to (batch, num_heads_q, q_length, kv_length or more): then it alone says
-            which keys a query sees.
-        dropout: the probability with which a probability is left out of the product with value.
+            floating point, that broadcasts to (batch, num_heads_q, q_length, kv_length or more): a whole mask alone
+            says which keys a query sees.
+        dropout: as dropout_p in `onepass.attention`.
         scaling: None = head_dim ** -0.5.
         sliding_window: the number of keys that a causal query sees, including its own; a bidirectional query sees
             sliding_window - 1 keys on either side of its own.
@@ -107,14 +108,14 @@ def attention_forward(
         s_aux: (num_heads_q,) attention sinks.
         position_bias: added to scores; it broadcasts to (batch, num_heads_q, q_length, kv_length).
         position_ids: (1, q_length), read if attention_mask is None and there is no cache: a new packed sequence begins
-            where a position does not follow the one before it. Without gradients `padding_mask` has decided that.
+            where a position does not follow the one before it. Without gradients `padding_mask` has decided this.
         cu_seq_lens_q, cu_seq_lens_k: (num_sequences + 1,) offsets of packed sequences in the flattened batch;
             max_length_q, max_length_k are hints.
         deterministic: as in `onepass.attention`.
-        kwargs: arguments known to be irrelevant, or None or False; all others raise.
+        kwargs: arguments that are known to be irrelevant, or are None or False; any other one raises.
 
     Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None in place of attention weights.
-    Outputs at padding on the right are arbitrary. No value is read on the host, but by the first layer that gets
+    Outputs at padding on the right are arbitrary. No value is read on the host, except by the first layer that gets
     position_ids without a mask and without a cache.
 
     Raises: NotImplementedError naming an argument that is not supported.
@@ -172,7 +173,7 @@ def attention_forward(
 
 
 def _is_form(mask: Tensor) -> bool:
-    """Whether a mask is one that `padding_mask` returns in place of a whole one."""
+    """Whether a mask has one of the forms that `padding_mask` returns in place of a whole mask."""
     if mask.dim() != 4 or tuple(mask.shape[1:3]) != (1, 1):
         return _is_ranges(mask)
     is_offsets = mask.dtype == torch.int32 and mask.shape[0] == 1
@@ -180,7 +181,7 @@ def _is_form(mask: Tensor) -> bool:
 
 
 def _is_ranges(mask: Tensor) -> bool:
-    """Whether a mask of `padding_mask` has the keys that each query sees."""
+    """Whether a mask is the form of `padding_mask` that holds the range of keys of each query."""
     has_shape = mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] > 1 and mask.shape[3] == 2
     return has_shape and mask.dtype == torch.int32
 
@@ -243,18 +244,18 @@ def _packed(
 
 
 def _packed_by_positions(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Offsets of the packed sequences that positions tell of; None if there is only one.
+    """Offsets of the packed sequences that follow from positions; None if there is only one sequence.
 
     transformers infers sequences from positions only for a single row, and only if all keys are present. All layers of
-    a forward get the same tensor of positions. It keeps the answer until it is written to, so that one layer alone
-    reads it from the device.
+    a forward get the same tensor of positions. The tensor keeps the answer until someone writes to it, so that only one
+    layer reads it from the device.
     """
     seqlen = q.shape[1]
     if position_ids is None or tuple(position_ids.shape) != (1, seqlen) or seqlen == 1 or k.shape[:2] != (1, seqlen):
         return None
     if torch.compiler.is_compiling() or _is_capturing(q):
         return None
-    version = None if position_ids.is_inference() else position_ids._version  # such tensors do not count their changes
+    version = None if position_ids.is_inference() else position_ids._version  # inference tensors count no changes
     known: tuple[int | None, Tensor | None] | None = getattr(position_ids, _KNOWN_OFFSETS, None)
     if known is None or version is None or known[0] != version:
         is_start = position_ids.diff(dim=-1) != 1
@@ -265,20 +266,20 @@ def _packed_by_positions(position_ids: Tensor | None, q: Tensor, k: Tensor) -> T
 
 
 def _is_capturing(t: Tensor) -> bool:
-    """Whether what is computed from a tensor now goes into a CUDA graph."""
+    """Whether a CUDA graph captures what is computed from a tensor now."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _Lengths:
     """Where the keys of each row begin and end, as a mask of `padding_mask` says, int32 (batch,).
 
-    All layers of a forward get the same mask. It keeps what the first of them has made of it, until it is written to,
-    and the call that this layer made: in generation, where each layer computes little, the host would take a third
-    longer for a token.
+    All layers of a forward get the same mask. Until someone writes to it, the mask keeps the bounds that the first
+    layer has made of it, and the call of that layer. Without this the host would take a third longer for a token in
+    generation, where each layer computes little.
     """
 
     def __init__(self, mask: Tensor | None, options: tuple):
-        """Args: mask: int64 (batch, 1, 1, up to 2), or None; with any other nothing is kept. options: of this layer."""
+        """Args: mask: int64 (batch, 1, 1, up to 2), or None; other masks keep nothing. options: those of this layer."""
         self.mask, self.options = mask, options
 
     @property
@@ -319,7 +320,7 @@ class _Lengths:
         return kept[what]
 
     def _memory(self) -> dict | None:
-        """What the mask keeps; None if it may change unseen: without counting, or in another run of a CUDA graph."""
+        """What the mask keeps; None if its values may change unseen: uncounted, or in another run of a CUDA graph."""
         mask = self.mask
         if mask is None or torch.compiler.is_compiling() or mask.is_inference():
             return None
@@ -333,7 +334,7 @@ class _Lengths:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, options: dict[str, Any]) -> Tensor:
-    """Attention in which each row has real keys in one piece; see `padding_mask` for their forms."""
+    """Attention in which the real keys of each row are neighbors; see `padding_mask` for the forms of their bounds."""
     count = lengths.num_bounds
     if count == 0:
         return _attend(q, k, v, options, lengths)
@@ -351,7 +352,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, options: dict[st
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], lengths: _Lengths, ends: Tensor | None = None
 ) -> Tensor:
-    """Attention of dense tensors: of a few queries without gradients over more keys by `attention_decode`.
+    """Attention of dense tensors, by `attention_decode` for a few queries over more keys without gradients.
 
     Args: ends: (batch,) int32, the number of keys that exist.
     """

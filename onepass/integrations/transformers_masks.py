@@ -1,8 +1,8 @@
 """The mask function of the transformers integration: what a mask says beside causal and window, found once a forward.
 
-transformers calls it before the layers. It may wait for the device once, to learn whether padding is on one side; the
-layers then need no mask and wait for nothing. Under torch.compile, and while a CUDA graph is captured, it does not
-wait, and says of each key whether it is real.
+transformers calls the function before the layers. It may wait for the device once, to learn whether padding is on one
+side; the layers then need no mask and wait for nothing. Under torch.compile, and while a CUDA graph is captured, it
+does not wait, and its result says of each key whether the key is real.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def padding_mask(
         attention_mask: (batch, tokens seen so far), True = real token, or None.
         kwargs: further arguments of transformers' mask functions, which concern whole masks only.
 
-    Returns: one of these, which have four dimensions because transformers passes such a mask on as it is. All but the
-    last two go with the causal mask and the window that a layer knows.
+    Returns: one of these forms. They have four dimensions because transformers passes such a mask on as it is. All but
+    the last two are combined with the causal mask and the window that a layer knows.
 
     - None: every key that causal and window leave is real;
     - int64 (batch_size, 1, 1, 0): every such key is real, and no sequences are packed, so that the layers need not
-      read the positions. An attention mask says so or, where no gradient is recorded, transformers, which looks for
-      packed sequences only without a cache;
-    - int64 (batch_size, 1, 1, 1): causal, the first real key of each row; else the end of its real keys, which begin
-      at 0;
+      read the positions. An attention mask says so; or there is none, no gradient is recorded, and transformers, which
+      looks for packed sequences only without a cache, has found none;
+    - int64 (batch_size, 1, 1, 1): with a causal mask the first real key of each row; without one the end of the row's
+      real keys, which begin at 0;
     - int64 (batch_size, 1, 1, 2): the first real key of each row, and the end of its keys;
     - int32 (1, 1, 1, num_sequences + 1): offsets of packed sequences in the flattened batch;
-    - uint8 (batch_size, 1, 1, kv_length): 1 for each real key, where they have holes or may have some;
-    - int32 (batch_size, 1, q_length, 2), of more than one query: the keys that each query sees, start and end, where
-      every query sees neighbors (chunks of a causal mask, a prefix, blocks); for one query the fourth form says it;
+    - uint8 (batch_size, 1, 1, kv_length): 1 for each real key, where padding lies between real keys, or may lie there;
+    - int32 (batch_size, 1, q_length, 2), for more than one query: the start and the end of the keys that each query
+      sees, where these are neighbors (chunks of a causal mask, a prefix, blocks). A single query has the fourth form;
     - bool (batch_size, 1, q_length, kv_length): a whole mask, for any other pattern.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
@@ -74,7 +74,7 @@ def padding_mask(
                 low = (low - kv_offset).maximum(rows.first[:, None])
                 return _as_form(low, (high - kv_offset).minimum(rows.last[:, None]))
     elif pattern is not None:
-        # the last causal query stands at the last key, so slots of a static cache beyond it hold none
+        # the last causal query stands at the last key, so the slots of a static cache beyond it hold no keys
         end = q_offset + q_length - kv_offset if pattern.is_causal else kv_length
         has_slots = isinstance(end, Tensor) or end < kv_length
         if attention_mask is None:
@@ -108,25 +108,25 @@ def padding_mask(
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "device": device}
     attention_mask = None if attention_mask is None else attention_mask.bool()
     kwargs |= {"mask_function": mask_function, "attention_mask": attention_mask}
-    # transformers gives, and takes, a tensor here in some versions
+    # in some versions of transformers q_offset is a tensor
     whole = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **kwargs)  # type: ignore[arg-type]
     return whole if whole is None or not _may_wait(whole) else _without_holes(whole, q_offset + 1 - kv_offset)
 
 
 def _real_keys(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
-    """(batch, kv_length) bool: what the mask of all tokens says of the keys of this call."""
+    """(batch, kv_length) bool: the part of the mask of all tokens that belongs to the keys of this call."""
     is_real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     missing = kv_length - is_real.shape[1]
     return torch.nn.functional.pad(is_real, (0, missing)) if missing else is_real
 
 
 def _left_padding(attention_mask: Tensor, kv_offset: int, kv_length: int, end: int | Tensor) -> Tensor | None:
-    """The form of a causal mask whose rows have padding on the left at most; None if one has padding elsewhere.
+    """The form of a causal mask whose rows have padding on the left at most; None if a row has padding elsewhere.
 
-    A model that generates asks for each token, with such rows mostly: two to seven small operators answer, where
-    `RealKeys.of` and what follows it take thirty.
+    A model that generates asks for every token, mostly with such rows. This function takes two to seven small operators
+    for them, where `RealKeys.of` and what follows it take thirty.
 
-    Args: end: of the keys; a cache may have room behind it.
+    Args: end: the end of the keys; a cache may have room behind it.
     """
     is_real = attention_mask.bool()[:, kv_offset:]
     batch, seqlen = is_real.shape
@@ -134,7 +134,7 @@ def _left_padding(attention_mask: Tensor, kv_offset: int, kv_length: int, end: i
         return None
     count = is_real.sum(-1)
     if isinstance(end, Tensor):
-        count = torch.where(end == seqlen, count, -1)  # which is no count
+        count = torch.where(end == seqlen, count, -1)  # -1 is no count
     counts = count.tolist()
     has_slots = isinstance(end, Tensor) or end < kv_length
     if all(number == seqlen for number in counts):
@@ -146,9 +146,9 @@ def _left_padding(attention_mask: Tensor, kv_offset: int, kv_length: int, end: i
 
 
 class RealKeys(NamedTuple):
-    """The first real key of each row, the end of its real keys, (batch,) int64, and whether all between are real.
+    """The first real key of each row and the end of its real keys, (batch,) int64, and whether all between are real.
 
-    A row without real keys has both at its end.
+    In a row without real keys, both are the end of the keys.
     """
 
     first: Tensor
@@ -157,14 +157,14 @@ class RealKeys(NamedTuple):
 
     @classmethod
     def of(cls, is_real: Tensor, end: int | Tensor, num_own: int) -> RealKeys:
-        """Args: end: of the keys. num_own: padding among the last keys, those of the queries, is behind all of them."""
+        """Args: end: the end of the keys. num_own: how many of the last keys are causal queries' own."""
         numbers = torch.arange(is_real.shape[1], device=is_real.device)
         is_real = is_real & (numbers < end)
         count = is_real.sum(-1)
         first = torch.where(is_real, numbers, end).amin(-1)
         last = torch.where(count > 0, torch.where(is_real, numbers + 1, 0).amax(-1), end)
         is_simple = count == last - first
-        if num_own:  # keys before the queries that are behind the last real one are seen, and are not real
+        if num_own:  # causal queries would see padding that follows the last real key and comes before their own
             is_simple &= last > end - num_own
         return cls(first, last, is_simple)
 
@@ -176,7 +176,7 @@ def _ends(first: Tensor, end: int | Tensor) -> Tensor:
 
 
 def _as_form(low: Tensor, high: Tensor) -> Tensor:
-    """The form for ranges of keys, low to high, (batch, q_length) each; a range that ends before it starts is empty."""
+    """The form for ranges of keys, low to high, (batch, q_length) each. A range that ends before its start is empty."""
     ranges = torch.stack((low.clamp(min=0).minimum(high), high), -1)[:, None]
     return ranges.to(torch.int64 if low.shape[1] == 1 else torch.int32)
 
@@ -192,9 +192,9 @@ def _chunks(
 
 
 def _packed_chunks(sequence_ids: Tensor, positions: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """What each query of packed sequences sees, start and end, as numbers of tokens in the row: its chunk up to itself.
+    """The start and the end of what each query of packed sequences sees, in tokens of the row: its chunk up to itself.
 
-    Args: sequence_ids, positions: (batch, seqlen); positions are those in the sequence.
+    Args: sequence_ids, positions: (batch, seqlen); positions count within a sequence.
     """
     number = torch.arange(sequence_ids.shape[1], device=sequence_ids.device).expand_as(sequence_ids)
     is_start = torch.nn.functional.pad(sequence_ids.diff(dim=-1) != 0, (1, 0), value=True)
@@ -203,7 +203,7 @@ def _packed_chunks(sequence_ids: Tensor, positions: Tensor, chunk_size: int) -> 
 
 
 def _without_holes(whole: Tensor, own_end: int | Tensor) -> Tensor:
-    """A whole mask, (batch, 1, q_length, kv_length), as ranges of keys if each query sees neighbors. Reads one flag.
+    """A whole mask, (batch, 1, q_length, kv_length), as ranges of keys if each query sees neighbors. One flag is read.
 
     Args: own_end: the end of the first query's own key. A single query has to see it, since layers count windows from
         the last key of such a form.
@@ -227,7 +227,7 @@ def _may_wait(t: Tensor) -> bool:
 
 
 def cu_seqlens_of(sequence_ids: Tensor) -> Tensor:
-    """Offsets of the runs of equal ids in each row, counted over the flattened batch. Reads their number."""
+    """Offsets of the runs of equal ids in each row, counted over the flattened batch. The host reads their number."""
     batch, seqlen = sequence_ids.shape
     is_start = torch.ones(batch, seqlen + 1, dtype=torch.bool, device=sequence_ids.device)[:, :seqlen]
     is_start[:, 1:] = sequence_ids.diff(dim=-1) != 0
@@ -249,7 +249,7 @@ class _Pattern(NamedTuple):
 def _recognize(
     mask_function: Callable | None, num_positions: int, has_padding: bool, options: dict[str, Any]
 ) -> _Pattern | None:
-    """The pattern of transformers' composed mask function; None for one that `attention_forward` would lose.
+    """The pattern of transformers' composed mask function; None for a pattern that `attention_forward` cannot express.
 
     Args:
         has_padding: whether there is an attention mask.
@@ -307,7 +307,7 @@ def _recognize_compiled(
 
 
 def _conditions(mask_function: Callable | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The conditions of a mask: for each the name of the function that made it, and the variables that it holds."""
+    """The conditions of a mask, each as the name of the function that made it and the variables that it holds."""
     code = getattr(mask_function, "__code__", None)
     if mask_function is None or code is None:
         yield str(mask_function), {}

@@ -51,7 +51,7 @@ def random_step(seed: int) -> dict[str, Any]:
     if is_packed:
         counts = torch.tensor([0, *(rng.choice([0, 1, 1, 5]) for _ in range(batch))])
         call["cu_seqlens_q"] = counts.cumsum(0).to(INT32)
-        call["q"] = normal(int(counts.sum()) + rng.choice([0, 2]), heads, head_dim)  # with rows of no sequence
+        call["q"] = normal(int(counts.sum()) + rng.choice([0, 2]), heads, head_dim)  # some rows belong to no sequence
         if given(0.5):
             call["max_seqlen_q"] = 5
     if seqlen_new or (not is_packed and given(0.2)):
@@ -75,12 +75,12 @@ def random_step(seed: int) -> dict[str, Any]:
         is_packed=is_packed,
         names=MODIFIERS,
     )
-    if given(0.15):  # positions, of which some are no row of the bias
+    if given(0.15):  # some positions are no row of the bias
         lead, call["causal"] = () if is_packed else (rng.choice([1, batch]),), given(0.5)
         call["q_positions"] = integers(7, *lead, rows)
         call["bias"] = normal(*lead, rng.choice([1, heads]), rng.choice([2, 5]), rng.choice([1, capacity]))
     if not is_packed and given(0.4):
-        # positions may go up to those of `random_modifiers`
+        # positions may be as large as those of `random_modifiers`
         angles = normal(max(rows, capacity) * 2 + 8, rng.choice([1, 3, 4]))
         tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
         call |= tables if given(0.5) else {name: t.float() for name, t in tables.items()}
@@ -107,7 +107,7 @@ def check(rank: int, seeds: list[int]) -> None:
             layout=random.Random(seed).choice(layouts.LAYOUTS),
         )
         caches = {name: sharded(plan, call[name]) for name in ("k_cache", "v_cache")}
-        if seed % 3 == 0:  # in pages, of which the first one is nobody's
+        if seed % 3 == 0:  # caches in pages; the first page belongs to no sequence
             caches, own["page_table"] = in_pages(caches, seed)
             truth, own["page_table"] = own["page_table"], with_unused_pages(plan, call, own["page_table"])
         own |= caches
@@ -129,7 +129,7 @@ def check(rank: int, seeds: list[int]) -> None:
 
 
 def bits(t: Tensor) -> Tensor:
-    """A tensor that torch can index."""
+    """A view of a tensor that torch can index, also if it is e4m3."""
     return t.view(torch.uint8) if t.dtype == E4M3 else t
 
 
@@ -156,7 +156,7 @@ def in_pages(caches: dict[str, Tensor], seed: int, page_size: int = PAGE_SIZE) -
 
 
 def with_unused_pages(plan: Any, call: dict[str, Any], page_table: Tensor) -> Tensor:
-    """A page table with numbers of no page where a sequence has no key of this rank: past its end, before its start."""
+    """A page table with numbers of no page where a sequence has no key on this rank: past its end, before its start."""
     found, tokens = page_table.clone(), plan.tokens()
     seqlen_new = call["k_new"].shape[1] if "k_new" in call else 0
     for entry, filled in enumerate(call["cache_seqlens"]):
@@ -169,7 +169,7 @@ def with_unused_pages(plan: Any, call: dict[str, Any], page_table: Tensor) -> Te
 
 
 def descales(plan: Any, seed: int, own: dict[str, Any], page_table: Tensor | None) -> tuple[dict, dict]:
-    """Descales for one device and for this rank. Args: page_table: with the pages of all rows."""
+    """Descales for one device and for this rank. Args: page_table: a table that has the pages of all rows."""
     rng, generator = random.Random(f"{seed}, descales"), torch.Generator().manual_seed(seed)
     batch, heads = own["cache_seqlens"].shape[0], own["k_cache"].shape[2]
     kind = rng.choice(["none", "tensor", "heads", "entries", "blocks", "blocks", "blocks"])
@@ -205,7 +205,7 @@ def descales(plan: Any, seed: int, own: dict[str, Any], page_table: Tensor | Non
 
 
 def growing(rank: int) -> None:
-    """With split_size the bits of a sequence are those that it has alone, in a larger cache and with other pages."""
+    """With split_size a sequence has the same bits beside others as alone, and in caches of other sizes."""
     layouts.CYCLIC_BLOCK = 8
     generator = torch.Generator().manual_seed(0)
     q, new = (torch.randn(3, 2, 4, 16, generator=generator) for _ in range(2))
@@ -250,7 +250,7 @@ def caches_of_inference_mode(rank: int) -> None:
 
 
 def pages_that_do_not_exist(rank: int) -> None:
-    """A new key whose page does not exist is not written, if values are not read, as on a GPU."""
+    """A new key whose page does not exist is not written where values are not read, as on a GPU."""
     importlib.import_module("onepass.distributed.decode")._check_values = lambda *args: None
     plan = distributed.plan(24, num_heads_q=2, num_heads_kv=2, layout="contiguous")
     caches = [torch.zeros(5, 4, 2, 8) for _ in range(2)]
@@ -281,7 +281,7 @@ def all_surroundings(rank: int) -> None:
 
 
 def reads_nothing(seed: int) -> None:
-    """A step of one rank on tensors without data, which raise where their values are asked for."""
+    """A step of one rank runs on tensors without data, which raise where their values are asked for."""
     module = importlib.import_module("onepass.distributed.decode")
     call = random_step(seed)
     plan = distributed.plan(

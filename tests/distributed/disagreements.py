@@ -35,7 +35,7 @@ def different_options(rank: int) -> list[str]:
     messages = [message_of(lambda: distributed.attention(q, k, v, plan, softcap=5.0 + (rank == 2)))]
     other = [t.double() if rank == 1 else t for t in (q, k, v)]
     messages.append(message_of(lambda: distributed.attention(*other, plan)))
-    out = distributed.attention(q, k, v, plan)  # and the plan still works
+    out = distributed.attention(q, k, v, plan)  # the plan still works
     assert out.isfinite().all()
     return messages
 
@@ -120,7 +120,7 @@ def rounds_of_new_plans(rank: int) -> tuple[int, int]:
 
 
 def plans_that_come_out_differently(rank: int) -> list[str]:
-    """Arguments that change the choice alone, and a rank whose library deals tokens in another way."""
+    """What ranks hear where arguments change the choice alone, and where a rank deals tokens in another way."""
     messages = [message_of(lambda: distributed.plan(64, causal=True, head_dim=64 * (1 + rank), **HEADS))]
     layouts.PIECES_PER_RANK += rank
     messages.append(message_of(lambda: distributed.plan([0, 20, 64], layout="balanced", **HEADS)))
@@ -174,7 +174,7 @@ DECODE_TERMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def terms_of_decode(rank: int) -> dict[str, str]:
-    """What a rank that has none of a term hears from the rank that has it."""
+    """What ranks hear where rank 0 alone has a term, for each term."""
     plan = distributed.plan(64, **HEADS)
     found = {}
     for name, (own, common) in DECODE_TERMS.items():
@@ -184,7 +184,7 @@ def terms_of_decode(rank: int) -> dict[str, str]:
 
 
 def descales_of_decode(rank: int) -> list[str]:
-    """What ranks hear of descales and of blocks that one of them has; blocks are those of a rank's own rows."""
+    """What ranks hear where one of them has descales, or blocks of keys. Blocks belong to a rank's own rows."""
     plan = distributed.plan(64, layout="cyclic", **HEADS)  # rank 0 has all 64 tokens
     caches = [plan.shard(t, 1).to(torch.float8_e4m3fn) for t in qkv(64)[1:]]
 
@@ -199,7 +199,7 @@ def descales_of_decode(rank: int) -> list[str]:
 NEW = torch.ones(1, 34, 4, 16)
 PACKED = {"q": torch.zeros(3, 8, 16), "cu_seqlens_q": int32(0, 3)}
 PAGES = [[*range(8)], [*range(7), 9]]  # pages of 4 rows; one of rank 1 does not exist
-# the argument that the error names, and the call
+# pairs: the argument that the error names, and the options of the call
 REFUSED_STEPS: list[tuple[str, dict[str, Any]]] = [
     ("sinks", {"sinks": torch.zeros(3)}),
     ("alibi_slopes", {"alibi_slopes": torch.zeros(1)}),
@@ -289,7 +289,7 @@ def ranks_that_are_gone(rank: int) -> list[str]:
 
 
 def a_sum_that_is_gone(rank: int) -> str:
-    """Rank 1 has ended before the sums of the gradients of sinks, which nothing else travels before."""
+    """Rank 1 has ended before the gradients of sinks are summed; in this plan no other message travels before that."""
     plan = distributed.plan(64, window=(0, 0), engine="keys", **HEADS)
     tensors = [t.requires_grad_() for t in shards(plan, 64)]
     out = distributed.attention(*tensors, plan, sinks=torch.zeros(8, requires_grad=True))
@@ -301,7 +301,7 @@ def a_sum_that_is_gone(rank: int) -> str:
 
 
 def an_operation_that_fails(rank: int) -> str:
-    """An error of torch.distributed that no rank is to blame for."""
+    """What ranks hear of an error of torch.distributed that no rank has caused."""
     plan = distributed.plan(64, causal=True, **HEADS)
     tensors = shards(plan, 64)
     right = dist.all_to_all_single
@@ -313,7 +313,7 @@ def an_operation_that_fails(rank: int) -> str:
 
 
 def plans_that_differ_in_a_call(rank: int) -> str:
-    """Rank 1 calls with the plan before the last one, which no call has had."""
+    """Rank 1 calls with the plan before the last one. No call has been made with either plan before."""
     group = new_group(2.5)
 
     def planned(tokens: int) -> Any:
@@ -329,7 +329,7 @@ def plans_that_differ_in_a_call(rank: int) -> str:
 
 
 def old_calls_are_forgotten(rank: int) -> tuple[int, int]:
-    """The number of calls that are kept, and of the rounds of one that is made again after many others."""
+    """The number of calls that are kept, and the number of rounds that two calls take again after many others."""
     plan = distributed.plan(64, **HEADS)
     tensors = shards(plan, 64)
     agreement.MOST_AGREED = 4

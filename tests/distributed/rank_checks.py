@@ -51,7 +51,7 @@ def root_mean_square_errors(rank: int, engine_name: str) -> dict[str, whole_call
 
 
 class GatheredCopies:
-    """In place of `copies.Copies`, which needs GPUs: every rank gathers what all publish."""
+    """A stand-in for `copies.Copies`, which needs GPUs: every rank gathers what all ranks publish."""
 
     def __init__(self, group: Any, rank: int, device: torch.device):
         self.group = group
@@ -67,7 +67,7 @@ class GatheredCopies:
         return found
 
     def read(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        filled = []  # not before somebody waits for it
+        filled = []  # targets are filled when somebody waits, and not before
         for target, source in pairs:
             assert target.is_contiguous()
             filled.append((target, source))
@@ -116,7 +116,7 @@ def same_bits_twice(rank: int) -> None:
 
 
 def bits_of_one_device(rank: int) -> None:
-    """A plan of one rank, and out of any number of ranks that share heads."""
+    """A plan of one rank gives the bits of one device, and so do out and lse on ranks that share heads."""
     tensors = dict(zip("qkv", qkv(150, dtype=torch.bfloat16), strict=True))
     call = whole_calls.WholeCall(tensors, {"tokens": 150, "causal": True, "engine": "heads", **HEADS})
     alone, found = whole_calls.on_one_device(call), whole_calls.on_ranks(call)
@@ -160,7 +160,7 @@ def nan_stays_out(rank: int) -> None:
 
 
 def received_bytes(rank: int, arguments: dict[str, Any]) -> tuple[int, int]:
-    """What a forward and a backward receive, counted; the estimate says the same of each rank."""
+    """The bytes that a forward and a backward receive, counted; for each rank they equal the estimate."""
     tokens = arguments["tokens"]
     plan = distributed.plan(**arguments)
     total = tokens if isinstance(tokens, int) else tokens[-1]
@@ -182,7 +182,7 @@ def received_bytes(rank: int, arguments: dict[str, Any]) -> tuple[int, int]:
 
 
 class Arrived:
-    """Stands for an operation of torch.distributed that is done."""
+    """A stand-in for an operation of torch.distributed that is done."""
 
     def wait(self) -> None:
         """Nothing is waited for."""
@@ -190,7 +190,7 @@ class Arrived:
 
 @contextlib.contextmanager
 def nothing_travels() -> Iterator[None]:
-    """For checks of memory, which look at no values: a thread of gloo would let go of tensors at a time of its own."""
+    """Send nothing, for checks of memory, which read no values: gloo's thread would release tensors at any time."""
     right, dist.all_to_all_single = dist.all_to_all_single, lambda *args, **options: Arrived()
     try:
         yield
@@ -202,8 +202,8 @@ def nothing_travels() -> Iterator[None]:
 def peaks(rank: int) -> tuple[float, float]:
     """The memory of a forward, and of both directions, beyond a rank's share, in chunks of the gathered k and v.
 
-    The share of a forward is out and lse, that of both directions the gradients, too, with a dq in float32 and two
-    numbers a row. Local calls give arbitrary values, as kernels that take no other memory would.
+    The share of a forward is out and lse. The share of both directions has the gradients, too, with a dq in float32 and
+    two numbers a row. Local calls give arbitrary values, as if kernels took no other memory.
     """
     tokens, heads, head_dim = 4096, 16, 32
     calls = local.LocalCalls.forward, local.LocalCalls.backward
@@ -238,7 +238,7 @@ def peaks(rank: int) -> tuple[float, float]:
 
 
 def peak_bytes(function: Any) -> int:
-    """The most bytes that a function has at one time on the CPU, of all that it allocates."""
+    """The most bytes that a function has allocated on the CPU at one time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         function()
     now = most = 0
@@ -250,7 +250,7 @@ def peak_bytes(function: Any) -> int:
 
 
 def hidden_gather(rank: int, direction: str, arguments: dict[str, Any]) -> tuple[str, tuple[float, float]]:
-    """What both checks say where a forward or a backward gathers all keys and values beside its messages."""
+    """The results of both checks where a forward or a backward gathers all keys and values beside its messages."""
     right = getattr(engine.Pipeline, direction)
 
     def leaky(self: Any, *args: Any) -> Any:
@@ -293,9 +293,9 @@ def largest_buffers(rank: int, chunks: int) -> tuple[int, int]:
 
 
 def messages_of_any_place(rank: int) -> None:
-    """Tensors arrive as they are, wherever among the bytes they begin, and whatever their strides are."""
+    """Tensors arrive unchanged, wherever they begin among the bytes of the messages, and whatever their strides are."""
     sent = [
-        torch.arange(3, dtype=torch.bfloat16) + rank,  # what follows begins at an odd multiple of 2 bytes
+        torch.arange(3, dtype=torch.bfloat16) + rank,  # so the next tensor begins at an odd multiple of 2 bytes
         torch.arange(6.0).view(2, 3).t()[1:2, :1] + rank,
         (torch.arange(6.0).view(2, 3) + rank).t()[1:2, :1],  # one element, contiguous by its shape alone
         (torch.arange(32.0).view(4, 8) + rank)[:, 4:],
@@ -331,7 +331,7 @@ def operations(rank: int, tokens: int) -> tuple[int, int, int]:
     local.LocalCalls.forward = lambda self, q, k, v: (torch.zeros_like(q), q.new_zeros(q.shape[:3]))
     local.LocalCalls.backward = lambda self, *given: tuple(map(torch.zeros_like, given[:3]))
     try:
-        distributed.attention(*leaves, plan).sum().backward()  # what a plan keeps is made
+        distributed.attention(*leaves, plan).sum().backward()  # this call makes what the plan keeps
         with AllOperations() as forward:
             out = distributed.attention(*leaves, plan)
         dout = torch.ones_like(out)
@@ -355,7 +355,7 @@ def message_of(function: Any) -> str:
 
 
 def a_rank_that_is_gone(rank: int) -> str:
-    """The other ranks have made this call before, so nothing is compared again."""
+    """What ranks hear of a rank that is gone. They have made this call before, so nothing is compared again."""
     plan = distributed.plan(64, causal=True, engine="keys", **HEADS)
     q, k, v = (plan.shard(t, 1) for t in qkv(64))
     distributed.attention(q, k, v, plan)
@@ -365,7 +365,7 @@ def a_rank_that_is_gone(rank: int) -> str:
 
 
 def refusals(rank: int) -> list[str]:
-    """Errors that need no other rank; all ranks make them."""
+    """Errors that a rank raises by itself; all ranks make the same calls."""
     plan = distributed.plan(64, **HEADS)
     q, k, v = (plan.shard(t, 1) for t in qkv(64))
     only_words = distributed.plan(64, num_ranks=4, **HEADS)
@@ -393,7 +393,7 @@ def refusals(rank: int) -> list[str]:
 
 
 def a_group_that_is_destroyed(rank: int) -> str:
-    """A plan does not keep its group: one that lived until the interpreter ends would abort the process."""
+    """A plan does not keep its group alive: a group that lives until the interpreter ends would abort the process."""
     group = dist.new_group([0, 1])
     plan = distributed.plan(60, group, **HEADS)
     q, k, v = (plan.shard(t, 1) for t in qkv(60))
@@ -437,7 +437,7 @@ class Core(nn.Module):
 
 
 def parallel_style(rank: int, seq_dim: int) -> None:
-    """Tensors and DTensors through a parallelized module."""
+    """Tensors and DTensors go through a parallelized module."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.parallel import parallelize_module

@@ -1,4 +1,4 @@
-"""`decode` over a cache that is spread over gloo ranks gives what one device gives, and appends what it appends."""
+"""`decode` over a cache on several gloo ranks gives what one device gives, and appends the same keys and values."""
 
 import cache_calls
 import pytest

@@ -64,7 +64,7 @@ def test_repeated_calls():
 
 
 def test_rounds_of_new_plans():
-    """A round for each plan and one for the calls of all; what is left in the store is of the last round."""
+    """Each plan takes a round, and the calls of all plans take one. The store keeps only keys of the last round."""
     for rounds, keys in run_ranks(2, disagreements.rounds_of_new_plans):
         assert rounds == 6
         assert keys <= 5

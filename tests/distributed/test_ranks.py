@@ -7,7 +7,7 @@ from ranks import run_ranks
 
 @pytest.mark.parametrize("engine", ["keys", "heads"])
 def test_errors_are_those_of_one_device(engine):
-    """At most 1.05 times its root mean square, of out, lse and gradients in bfloat16."""
+    """Errors of out, lse and gradients in bfloat16 are at most 1.05 times those of one device, by root mean square."""
     for errors in run_ranks(4, rank_checks.root_mean_square_errors, engine):
         for name, (found, alone, _) in errors.items():
             assert alone > 0
@@ -64,7 +64,7 @@ def test_a_hidden_gather_is_noticed(direction):
 
 
 def test_two_chunks_of_keys_are_under_way():
-    """Half of each comes from the other rank."""
+    """Half of each chunk comes from the other rank."""
     for most, gathered in run_ranks(2, rank_checks.largest_buffers, 16):
         assert most == 2 * gathered / 16 / 2
 
@@ -76,7 +76,7 @@ def test_rows_that_are_read_are_not_sent():
 
 
 def test_many_runs_take_no_more_operations():
-    """Each copy takes the host 10 us."""
+    """The number of operations does not grow with the runs, since each copy takes the host 10 us."""
     counts = [run_ranks(2, rank_checks.operations, tokens) for tokens in (4096, 16384)]
     for (runs, *few), (more_runs, *many) in zip(*counts, strict=True):
         assert more_runs == 4 * runs

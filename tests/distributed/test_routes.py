@@ -1,4 +1,4 @@
-"""Rows that are copied one run at a time, or gathered by their numbers."""
+"""Rows are copied one run at a time, or gathered by their numbers."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def pieces_of(count: int, source: int = 0) -> list[Piece]:
-    """Runs of 2 rows, of which each second one of the source is left out, in the opposite order."""
+    """Every second run of 2 rows of the source, which the buffer has in the opposite order."""
     return [Piece(source, 4 * i, 2 * (count - 1 - i), 2) for i in range(count)]
 
 
@@ -40,7 +40,7 @@ def test_rows_are_those_of_the_pieces(count):
 
 
 def test_ranks_give_rows_in_one_order():
-    """What a rank sends to another one comes in the order in which that one takes it."""
+    """A rank sends rows to another rank in the order in which the other rank takes them."""
     mixed = [piece for pair in zip(pieces_of(9, 0), pieces_of(9, 1), strict=True) for piece in pair]
     mixed = [piece._replace(row=2 * i) for i, piece in enumerate(mixed)]
     pieces_of_ranks = [mixed, mixed[::-1]]

@@ -25,7 +25,7 @@ def random_offsets(rng: random.Random) -> tuple[int, ...]:
 
 
 def sees(query: int, key: int, offsets: tuple[int, ...], mask: Mask) -> bool:
-    """By the definition, a pair at a time."""
+    """Whether a query sees a key, by the definition."""
     left, right = mask.window_left, mask.window_right
     is_one_document = not any(min(query, key) < cut <= max(query, key) for cut in offsets)
     return is_one_document and (left is None or key >= query - left) and (right is None or key <= query + right)
@@ -132,7 +132,7 @@ def check_steps(num_ranks, heads, kv_heads, steps):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_pieces_fill_buffers(name):
-    """Each row of a buffer of keys comes from the rank that owns its token, and holds what a query may see."""
+    """Each row of a buffer of keys comes from the rank that owns its token, and buffers hold all keys that are seen."""
     rng = random.Random(3)
     for _ in range(30):
         offsets, mask, num_ranks = random_offsets(rng), rng.choice(MASKS), rng.choice([1, 2, 4, 6])
@@ -171,7 +171,7 @@ def test_a_window_brings_keys_of_neighbors_alone():
     [(64, 8, 250e9, 2, "keys"), (32, 32, 45e9, 16, "heads"), (64, 8, 45e9, 16, 4)],
 )
 def test_the_estimate_chooses(heads, kv_heads, bandwidth, ranks, engine):
-    """The fastest engines by the estimate."""
+    """The engine that is the fastest by the estimate depends on heads, bandwidth and ranks."""
     hardware = distributed.Hardware(bandwidth=bandwidth)
     widths = [width for width in range(1, ranks + 1) if ranks % width == 0]
     seconds = {}
@@ -219,19 +219,19 @@ def test_bytes_that_are_copied():
     traffic = cost._Traffic(plan.schedule, head_dim=1, itemsize=1)
     (step,) = plan.schedule.steps
     assert not plan.schedule.sums_keys()
-    # a tensor is copied into a message, and what came and what stayed into a buffer; out goes the same ways back
+    # rows of q, k and v go into messages, and those that came or stayed into buffers; out goes the same ways back
     assert traffic.copied_forward(step, 0) == 3 * 12 + 12
-    # so do q, k, v and the gradient of out, and dq; sums of dk and dv are read and written
+    # q, k, v and the gradient of out are copied like this, and dq is like out; sums of dk and dv are read and written
     assert traffic.copied_backward(step, 0) == 4 * 12 + 12 + 2 * (4 + 8 + 8)
     slow = distributed.Hardware(copying=48 / 100.0, latency=0.0, step=0.0, backward_step=0.0)
     assert cost.estimate(plan.schedule, 1, slow, batch=1).forward_seconds > 100
 
 
 def test_pipeline():
-    """Two steps of 10 and 20 seconds; messages of 1 before and 2 after each."""
+    """Messages overlap with computing; first, steps of 10 and 20 seconds with messages of 1 before and 2 after each."""
     assert cost._pipelined([10.0, 20.0], [(1.0, 2.0), (1.0, 2.0)]) == 1 + 10 + 20 + 2
-    # the third step's messages start with the first one's computation, and the first one's results go after them;
-    # the third step is computed when these have come
+    # the third step's messages start with the first step's computation, and the first step's results go after them;
+    # the third step is computed when its messages have come
     assert cost._pipelined([10.0] * 3, [(1.0, 0.0), (1.0, 0.0), (25.0, 0.0)]) == 2 + 25 + 10
     assert cost._pipelined([1.0] * 3, [(1.0, 9.0), (1.0, 0.0), (1.0, 0.0)]) == 3 + 9 + 1
     # messages that take longer than the computation
@@ -267,7 +267,7 @@ def test_positions_and_tokens_of_packed_sequences():
 
 
 def test_tables_wait_for_no_device():
-    """Tables are made on the CPU and copied: nothing on the device is read, which a meta tensor would not allow."""
+    """Tables are made on the CPU and copied. Nothing is read from the device, here "meta", which allows no reading."""
     offsets = [0, 0, 30, 37, 37, 90, 128]
     for engine in ("keys", "heads", 2):
         plan = distributed.plan(offsets, num_ranks=4, rank=1, num_heads_q=8, num_heads_kv=8, causal=True, engine=engine)
@@ -325,7 +325,7 @@ def test_describe_lists_engines():
 
 
 def test_buffers():
-    """Three steps of two kv heads; every rank's queries see all keys of some rank's last piece."""
+    """The buffers of three steps are there at a time: each has all keys of two kv heads, since there is no mask."""
     plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, engine="keys", chunks=4)
     assert [step.heads for step in plan.schedule.steps] == [2, 2, 2, 2]
     assert cost.buffer_bytes(plan.schedule, 16, 2) == 3 * (2 * 1000 * 2 * 16 * 2)

@@ -15,7 +15,7 @@ import onepass
 from onepass import distributed
 
 INT32 = torch.int32
-MESH = "mesh"  # in place of an engine: rows of two or three ranks, where they divide the ranks
+MESH = "mesh"  # stands for an engine of two or three ranks, if that divides the number of ranks
 WITH_GRADIENT = ("sinks", "alibi_slopes", "bias")
 
 
@@ -24,7 +24,7 @@ class WholeCall:
     """A call on all tokens.
 
     Attributes:
-        plan: the arguments of `plan`, with tokens. options: those of `attention`.
+        plan: the arguments of `plan`, with tokens. options: the options of `attention`.
     """
 
     tensors: dict[str, Tensor]
@@ -135,7 +135,7 @@ def _lengths(tokens: Any, batch: int) -> list[int]:
 
 
 def loss_weights(call: WholeCall) -> tuple[Tensor, Tensor]:
-    """Gradients of out and lse."""
+    """Random gradients of out and lse."""
     q, v = call.tensors["q"], call.tensors["v"]
     generator = torch.Generator().manual_seed(9)
     dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator, dtype=torch.float64).to(q)
@@ -154,7 +154,7 @@ def leaves_of(call: WholeCall, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def on_one_device(call: WholeCall) -> dict[str, Tensor]:
-    """out, lse and gradients of the whole call; dropout in the state of torch's generator."""
+    """out, lse and gradients of the whole call. Dropout starts from the state of torch's generator."""
     leaves = leaves_of(call, call.tensors)
     mask = {name: call.plan[name] for name in ("causal", "window") if name in call.plan}
     options = call.options | {name: leaves[name] for name in WITH_GRADIENT if name in leaves} | mask
@@ -172,7 +172,7 @@ def on_one_device(call: WholeCall) -> dict[str, Tensor]:
 
 
 def on_ranks(call: WholeCall, group: Any = None) -> dict[str, Tensor]:
-    """What `on_one_device` returns, computed by all ranks from their shards and brought together."""
+    """The results of `on_one_device`, computed by all ranks from their shards and brought together."""
     num_ranks = dist.get_world_size(group)
     in_rows = next((n for n in (2, 3) if n < num_ranks and num_ranks % n == 0), 1)
     arguments = call.plan | ({"engine": in_rows} if call.plan.get("engine") == MESH else {})
@@ -191,7 +191,7 @@ def on_ranks(call: WholeCall, group: Any = None) -> dict[str, Tensor]:
 
 
 def check(rank: int, seeds: list[int], **plan: Any) -> None:
-    """Random calls on this rank agree with one device. Args: plan: arguments of their plans."""
+    """Random calls on this rank agree with one device. Args: plan: more arguments for their plans."""
     for seed in seeds:
         call = random_call(seed)
         call.plan.update(plan)
@@ -207,7 +207,7 @@ def check(rank: int, seeds: list[int], **plan: Any) -> None:
 
 
 def check_odd_head_dims(rank: int, seeds: list[int]) -> None:
-    """With these, float32 numbers begin at odd multiples of 2 bytes in messages."""
+    """Calls with odd head dims, in whose messages float32 numbers begin at odd multiples of 2 bytes."""
     for seed in seeds:
         check_errors(seed, random_call(seed, torch.bfloat16, (7, 5)))
 
@@ -215,7 +215,7 @@ def check_odd_head_dims(rank: int, seeds: list[int]) -> None:
 def check_errors(seed: int, call: WholeCall) -> None:
     """The errors of a random call in 16 bits are near those of one device."""
     for name, (found, alone, rounding) in errors(call, seed).items():
-        # few values, sums over rows whose parts are rounded: the error of one device may be small by chance
+        # terms have few values, each a sum over rows of rounded parts, so one device's error may be small by chance
         chance = 4 * rounding if name[1:] in WITH_GRADIENT else 0.0
         assert found <= 1.5 * alone + 1e-3 + chance, (seed, name, found, alone, chance, call.text)
 

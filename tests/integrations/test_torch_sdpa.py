@@ -1,4 +1,4 @@
-"""torch's own attention by onepass: operators replaced and brought back, results of dense attention in float64."""
+"""torch's own attention by onepass: operators are replaced and brought back, and give what float64 attention gives."""
 
 import warnings
 
@@ -47,7 +47,7 @@ def active():
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often onepass has computed something."""
+    """How often onepass has computed a forward and a backward."""
     counts = {"forward": 0, "backward": 0}
     for name in counts:
         original = getattr(calls, name)
@@ -127,7 +127,7 @@ def test_refused_calls_go_to_the_kernel_that_was_there(active, monkeypatch):
 
 @pytest.mark.parametrize("is_ours", [False, True])
 def test_forward_and_backward_by_different_kernels(is_ours, counted):
-    """out and lse say all that a backward needs, whoever computed them."""
+    """out and lse say all that a backward needs, whichever implementation computed them."""
     leaves = [t.requires_grad_() for t in qkv()]
     expected = results(lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), *qkv())
     if is_ours:
@@ -212,7 +212,7 @@ def test_modules(active, counted):
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0)])
 def test_varlen_attn(window, active):
-    """torch's packed sequences, which have no kernel on a CPU but this one."""
+    """torch's packed sequences have no other kernel than onepass's on a CPU."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     offsets = torch.tensor([0, 9, 9, 30], dtype=torch.int32)
     q, k, v = (normal(30, 4, 16, seed=i) for i in range(3))

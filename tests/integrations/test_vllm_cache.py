@@ -1,4 +1,4 @@
-"""vLLM's caches as onepass has them; without vLLM."""
+"""vLLM's caches as views for onepass, and writing to them; vLLM itself is not needed."""
 
 import pytest
 import torch
@@ -35,13 +35,13 @@ def test_other_layouts_are_refused(shape):
 @pytest.mark.parametrize("is_e4m3", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_writing(name, is_e4m3):
-    """Tokens go to their slots, padding nowhere; an e4m3 cache has them divided by descales, cut at its largest."""
+    """Tokens go to their slots, and padding nowhere. An e4m3 cache has values divided by descales, and clamped."""
     whole = LAYOUTS[name][0].clone()
     whole = torch.zeros_like(whole, dtype=torch.uint8) if is_e4m3 else whole.fill_(-1.0)
     k, v = cache.keys_and_values(whole, 8, is_e4m3)
     key, value = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
     key[1, 0, 0] = 1e4
-    slots = torch.tensor([9, 0, -1, 6])  # and one token of padding past the slots
+    slots = torch.tensor([9, 0, -1, 6])  # the fifth token is padding past the slots
     descales = torch.tensor(0.5), torch.tensor(2.0)
     cache.write(key, value, k, v, slots, *descales)
     for t, new, descale in ((k, key, descales[0]), (v, value, descales[1])):

@@ -27,7 +27,7 @@ LENGTHS = {"seqlen", "seqlen_q", "seqlen_k"}
 SPARE = 8  # times as many cases are chosen as are run, because tests skip some of their own combinations
 REPEATS = {50, 100, 250, 1000}  # the numbers of times that some tests repeat a call
 ENOUGH = "enough cases of this function have run"
-# tests of the other library's internals, and what they look at; those that fail are counted apart
+# tests of the other library's internals, and what they look at; their failures are counted apart
 INTERNALS = {
     "test_flash_attn_cache_separates_broadcast_layouts": "flash-attn 4's cache of compiled kernels",
     "test_flash_attn_invalid_head_dim": "an error for head dimensions that flash-attn 4 has no kernel for",
@@ -43,7 +43,7 @@ def pytest_addoption(parser):
     group.addoption("--peer-device", default="cuda", choices=("cpu", "cuda"), help="cpu: run device='cuda' on the CPU")
     group.addoption("--peer-capability", default="9.0", help="compute capability that the CPU claims to have")
     group.addoption("--peer-pairs", type=int, default=0, help="largest seqlen_q * seqlen_k of a case; 0: any")
-    group.addoption("--peer-repeats", type=int, default=0, help="how often a test repeats a call; 0: as it is")
+    group.addoption("--peer-repeats", type=int, default=0, help="how often a test repeats a call; 0: as it says")
     group.addoption(
         "--peer-module",
         action="append",
@@ -55,7 +55,7 @@ def pytest_addoption(parser):
     group.addoption("--peer-lines", default=None, help="file to which each outcome is added at once, as a line of JSON")
     group.addoption("--peer-done", default=None, help="file with a JSON list of cases that need not run again")
     group.addoption(
-        "--peer-function", default=None, help="the one test function to collect; with all of them it can take a minute"
+        "--peer-function", default=None, help="the only test function to collect; to collect all can take a minute"
     )
 
 
@@ -103,7 +103,7 @@ def load_module(name, path):
 def pytest_pycollect_makeitem(collector, name, obj):
     function = collector.config.getoption("peer_function")
     if function and name.startswith("test") and inspect.isfunction(obj) and name != function:
-        return []  # no other plugin makes items of it
+        return []  # no other plugin makes items of this function
     return None
 
 
@@ -146,7 +146,7 @@ def axes_of(case):
 
 
 def sample(cases, count, seed):
-    """Cases in an order of which each `count` in turn are a Latin hypercube over the decorators' values."""
+    """Cases in an order in which each `count` of them in turn are a Latin hypercube over the decorators' values."""
     if not cases or not hasattr(cases[0], "callspec"):
         return cases
     axes = axes_of(cases[0])

@@ -4,7 +4,7 @@
 
 FOLDER has the folders of docs/guide/peer_tests.md. Each process runs one test function with one seed on one GPU, since
 collecting a whole file makes half a million cases. Kernels are compiled by the process that needs them first. Cases
-that a results file has as ended are not run again, so that several short sessions on a machine add up.
+that have ended according to the results file are not run again, so that several short runs on a machine add up.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from onepass.bench.rows import SCHEMA_VERSION
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("fa2", "fa3", "fa4")
 MODULES = {"fa4": ["--peer-module", "flash_attn.cute.testing=testing.py"]}
-# These take 70 GiB of a GPU, so that no other process may be there.
+# These functions take 70 GiB of a GPU, so no other process may use it.
 ALONE = {("fa3", "test_flash_attn_race_condition")}
-# The longest, which begin first.
+# The ends of the names of the longest functions, which begin first.
 LONG = ("kvcache", "varlen_output", "output", "qkvpacked", "causal")
 FINAL = ("passed", "refused", "internal")  # a failure, for example for lack of memory, is tried again
 
@@ -124,7 +124,7 @@ class Run:
 
 
 def write(path: Path, header: dict, rows: list[dict]) -> None:
-    """A results file with a line for each case."""
+    """Write a results file with a line for each case."""
     lines = ",\n".join(map(json.dumps, rows))
     path.write_text(f'{{"schema_version": {SCHEMA_VERSION}, "header": {json.dumps(header)}, "rows": [\n{lines}\n]}}\n')
 
@@ -140,11 +140,11 @@ def show(rows: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", type=Path, required=True, help="the folder with fa2, fa3 and fa4")
-    parser.add_argument("--results", type=Path, required=True, help="JSON, read if it is there, and written at the end")
+    parser.add_argument("--tests", type=Path, required=True, help="the folder with the folders fa2, fa3 and fa4")
+    parser.add_argument("--results", type=Path, required=True, help="JSON file: read if it exists, written at the end")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seconds", type=float, default=3600, help="what has not ended by then is ended")
-    parser.add_argument("--cases", type=int, default=40, help="of each function and seed")
+    parser.add_argument("--seconds", type=float, default=3600, help="after this time, what still runs is ended")
+    parser.add_argument("--cases", type=int, default=40, help="cases of each function and seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     started = time.monotonic()

@@ -1,11 +1,11 @@
 """The Hopper backward beyond the paper's grid: query heads in groups, packed sequences, windows, head dims, options.
 
     python -m onepass.bench.suites.backward_options                      # all cases, beside FlashAttention-4
-    python -m onepass.bench.suites.backward_options --cases packed,GQA      # those whose names have one of the words
+    python -m onepass.bench.suites.backward_options --cases packed,GQA      # cases whose names have one of the words
 
-What is timed is the backward pass alone, as in backward_sm90.py; contenders take turns. A case with sinks or a softcap
-is measured beside onepass without ("plain"), the others beside FlashAttention-4. All have 16k tokens of hidden size
-2048 but the packed ones, whose lengths are drawn log-uniformly from 128 to 8192 until they are 32k tokens together.
+The backward pass alone is timed, as in backward_sm90.py; contenders take turns. A case with sinks or a softcap is
+measured beside onepass without this option ("plain"), all others beside FlashAttention-4. Cases have 16k tokens of
+hidden size 2048, except for packed ones, whose lengths are drawn log-uniformly from 128 to 8192 until they sum to 32k.
 Every contender's gradients are compared with those of the first one. The results go to --out as JSON.
 """
 
@@ -162,7 +162,7 @@ def attend_fa4(case: OptionCase, t: Tensors) -> Tensor:
 
 
 def backward_of(attend: Callable[[OptionCase, Tensors], Tensor], case: OptionCase, t: Tensors) -> Callable[[], Any]:
-    """A function that runs the backward pass of a forward that is made now."""
+    """Run a forward. Returns: a function that runs its backward pass."""
     out = attend(case, t)
     leaves = [x for x in (t.q, t.k, t.v, t.sinks) if x is not None]
     return lambda: torch.autograd.grad(out, leaves, t.dout, retain_graph=True)
@@ -226,7 +226,7 @@ def requests(chosen: Sequence[OptionCase]) -> list:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="", help="words of which a case's name has one; default: all cases")
+    parser.add_argument("--cases", default="", help="words; cases whose names have one of them; default: all")
     parser.add_argument("--rounds", type=int, default=3, help="how often each contender is timed in each case")
     parser.add_argument("--warmup-ms", type=int, default=25, help="warm-up of each timing")
     parser.add_argument("--rep-ms", type=int, default=50, help="length of each timing")

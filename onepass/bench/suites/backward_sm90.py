@@ -6,10 +6,11 @@
     python -m onepass.bench.suites.backward_sm90 --variants "tile_n=64; tile_n=128,num_stages=1"    # these, too
 
 A case is head_dim, c (causal) or n, and the sequence length; a variant changes fields of the default configuration. The
-grid is that of the FlashAttention-3 paper, see grid.py. What is timed is the backward pass alone: for all contenders
-torch.autograd.grad on the graph of a forward pass that was made before. The CPU runs ahead of passes as long as these,
-so that its share does not count. Contenders take turns in each case; a figure is the median over the rounds of triton's
-do_bench median (which flushes the L2 cache before each run). The results go to --out as JSON. fa3-fwd has no backward.
+grid is that of the FlashAttention-3 paper, see grid.py. The backward pass alone is timed: for all contenders,
+torch.autograd.grad on the graph of a forward pass that was made before. These passes are so long that the CPU runs
+ahead of the GPU, and its share does not count. Contenders take turns in each case; a figure is the median over the
+rounds of triton's do_bench median (which flushes the L2 cache before each run). The results go to --out as JSON.
+fa3-fwd has no backward.
 """
 
 from __future__ import annotations

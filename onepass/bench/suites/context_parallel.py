@@ -7,14 +7,14 @@
 On GPUs each rank takes the GPU of its LOCAL_RANK and NCCL; on a CPU gloo. A row has, for each contender:
 
 - ms: the time of the slowest rank. The contenders take turns, and the median over the rounds counts.
-- E: T1 / (P TP), where T1 is the time of one device on the whole sequence (that of the fastest rank, while all of them
-  compute it) and TP is ms.
+- E: T1 / (P TP), where T1 is the time of one device on the whole sequence (all ranks compute it at the same time, and
+  the fastest one counts) and TP is ms.
 - E_prime: the time of the slowest rank's own attention calls, on keys that have already arrived, over TP. It is 1 where
   nothing but these calls takes time.
 - error: how far the results are from those of one device, by root mean squares, in the worst tensor of the worst rank.
-- peak_bytes: the inputs and the most memory beside them, of the rank that needs most, without what "copies" publish;
-  peak_limit_bytes: one device's divided by P, and two of 16 chunks of all keys and values.
-- received_bytes: what the rank that receives most receives, by the estimate of the plan.
+- peak_bytes: the inputs and the most memory beside them, on the rank that needs most, without the memory that "copies"
+  publish; peak_limit_bytes: the peak_bytes of one device divided by P, and two of 16 chunks of all keys and values.
+- received_bytes: the most bytes that a rank receives, by the estimate of the plan.
 - activity, with --activity: what the first rank's GPU does during one more call (`onepass.bench.activity`), in
   milliseconds and as a picture.
 
@@ -67,7 +67,7 @@ class ContextCase:
 
     Attributes:
         kind: "causal", "full", "packed" (causal documents of log-uniform lengths) or "window" (causal).
-        tokens: of all ranks.
+        tokens: the number of tokens of all ranks.
         window: keys that a query sees, where kind is "window".
     """
 
@@ -123,7 +123,7 @@ def cases(num_ranks: int) -> list[ContextCase]:
 
 
 def smoke_cases(num_ranks: int) -> list[ContextCase]:
-    """Cases that a CPU computes at once; the tokens of the last one do not divide among the ranks."""
+    """Cases that a CPU computes at once; the tokens of the last case do not divide evenly among the ranks."""
     heads = (8, 2), (4, 4), (8, 2), (4, 4)
     tokens = [48 * num_ranks] * 3 + [48 * num_ranks + 1]
     return [
@@ -137,7 +137,7 @@ def smoke_cases(num_ranks: int) -> list[ContextCase]:
 
 @dataclass
 class Ranks:
-    """This process among the others."""
+    """This process among the processes of the group."""
 
     device: torch.device
     rank: int
@@ -187,7 +187,7 @@ class Ranks:
 
 @dataclass
 class Prepared:
-    """What is timed.
+    """A contender whose calls are timed.
 
     Attributes:
         by_fastest: whether a sample is the time of the fastest rank, not of the slowest.
@@ -217,7 +217,7 @@ class Prepared:
         return ranks.reduced(ms, op) / self.calls
 
     def warm_up(self, ranks: Ranks, sample_ms: float) -> None:
-        """Make the first calls, and choose how many a sample has; all ranks choose alike."""
+        """Make the first calls, and choose how many calls a sample has, the same number on all ranks."""
         self.sample(ranks)
         self.calls = max(1, min(50, round(sample_ms / max(1e-3, self.sample(ranks)))))
 
@@ -260,7 +260,7 @@ def captured(work: Work) -> Work:
 
 
 def prepare(contender: Contender, case: ContextCase, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> Prepared:
-    """Check a contender, and measure its memory, on this rank: a rank that fails sends nothing beside its own calls."""
+    """Check a contender, and measure its memory, on this rank. Only the contender's own calls send messages here."""
     work, input_bytes = step_of(contender, case, tensors)
     if contender.is_captured:
         work = captured(work)
@@ -315,7 +315,7 @@ def make_tensors(case: ContextCase, ranks: Ranks) -> list[Tensor]:
 
 
 def measure(case: ContextCase, args: argparse.Namespace, ranks: Ranks) -> Row:
-    """The row of a case. All ranks call it and return equal rows, but for the activity of their GPUs."""
+    """The row of a case. All ranks call this and return equal rows, except for the activity of their GPUs."""
     tensors = make_tensors(case, ranks)
     row: Row = {
         "case": case.label,
@@ -415,7 +415,7 @@ def fill(
 
 
 def in_short(row: Row) -> list[str]:
-    """Lines for a reader."""
+    """A row as lines of text."""
     lines = [f"{row['case']} on {row['ranks']} ranks, planned: {row['planned']}"]
     for name, entry in row["contenders"].items():
         shares = "".join(f"  {key} {entry[key]:.3f}" for key in ("E", "E_prime") if key in entry)
@@ -434,12 +434,12 @@ def in_short(row: Row) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="", help="words that a case's name has, all of them; default: all cases")
+    parser.add_argument("--cases", default="", help="words; cases whose names have all of them; default: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=7, help="how often each contender is timed in each case")
     parser.add_argument("--sample-ms", type=float, default=SAMPLE_MS, help="length of each timing")
     parser.add_argument("--peers", type=int, default=1, choices=(0, 1), help="0: onepass and one device alone")
-    parser.add_argument("--activity", action="store_true", help="on GPUs: record what the first one does in a call")
+    parser.add_argument("--activity", action="store_true", help="on GPUs: record what the first GPU does in a call")
     parser.add_argument("--graphs", action="store_true", help="on GPUs: time CUDA graphs of onepass's calls, too")
     parser.add_argument("--smoke", action="store_true", help="a few small cases")
     parser.add_argument("--out", type=Path, default=None, help="results file, JSON, written row by row")

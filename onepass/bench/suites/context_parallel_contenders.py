@@ -40,7 +40,7 @@ class Contender:
         attend: out from this rank's q, k and v.
         shard: this rank's tokens, in the layout that `attend` takes, of a tensor (1, tokens, heads, head_dim).
         surroundings: a context in which calls are made; entering it is not timed.
-        received_bytes: of the forward and of the backward, on the rank that receives most.
+        received_bytes: the bytes that the rank that receives most receives in the forward and in the backward.
         is_captured: whether a CUDA graph of a call is timed, which takes nothing of the host's time.
     """
 
@@ -116,7 +116,7 @@ class LocalWork:
     """This rank's own attention calls, on rows that have already arrived. Calling it sends nothing.
 
     Args:
-        tensors: this rank's q, k, v and dout. Every rank of the plan's group makes one: rows travel here.
+        tensors: this rank's q, k, v and dout. Every rank of the plan's group makes a LocalWork, because rows travel.
     """
 
     def __init__(self, plan: ContextPlan, has_backward: bool, tensors: Sequence[Tensor]):
@@ -152,7 +152,7 @@ class LocalWork:
 
 
 def peers(case: ContextCase, device: torch.device, wanted: int) -> tuple[dict[str, str], list[Contender]]:
-    """Why peers do not take a case, by name; and those that do."""
+    """By name, why peers do not take a case; and the peers that do."""
     skipped: dict[str, str] = {}
     found: list[Contender] = []
     for name, make in _PEERS.items() if wanted else ():
@@ -175,7 +175,7 @@ def _require(condition: bool, reason: str) -> None:
 
 
 def head_tail(t: Tensor) -> Tensor:
-    """Pieces r and 2 P - 1 - r of 2 P, of rank r."""
+    """This rank's tokens: rank r owns pieces r and 2 P - 1 - r of 2 P pieces."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pieces = t.chunk(2 * size, 1)
     return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]), 1)

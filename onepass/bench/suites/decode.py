@@ -9,11 +9,11 @@
 A case is the batch (b), keys (k), heads of q and of the cache (h), head_dim (d) and queries (q, 1 by default).
 Contenders take turns: onepass over a dense cache ("onepass") and over pages of 16, 64 and 256 keys at random places,
 FlashAttention-3 ("fa3", where a package has flash_attn_with_kvcache; "fa3 prepared" with scheduler metadata from
-before, which an engine makes once for all layers; "fa3 page 64" where it takes pages). Ratios are to the fastest of
-FlashAttention-3. Variants are fields of `DecodeConfigSm80` (of `ForwardConfigSm90` or `ForwardConfigSm80` where a case
+before, which an engine makes once for all layers; "fa3 page 64" where it takes pages). Ratios are to the fastest of the
+fa3 contenders. Variants are fields of `DecodeConfigSm80` (of `ForwardConfigSm90` or `ForwardConfigSm80` where a case
 has more rows) and num_splits; several are separated by semicolons. --backend sm80 measures the Ampere kernels alone.
 
-Times are those of replayed CUDA graphs, so without the host's; --host prints the host's time of a call. K and V come
+Times are those of replayed CUDA graphs, without the host's part; --host prints the host's time of a call. K and V come
 from memory: copies of a cache smaller than 4 times the L2 cache are read in turn, and where 64 do not reach that size
 the L2 cache is flushed (column "copies"). TB/s counts K, V, q, out and lse once; the share is of the bandwidth of a
 copy in the same run, read and written bytes together. The results go to --out as JSON after every case.
@@ -134,7 +134,7 @@ def variant_run(config: LaunchConfig, num_splits: int | None, backend: str | Non
 
 
 def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[CompileRequest]:
-    """The arguments of `compile.get` for the kernels of all contenders of ours."""
+    """The arguments of `compile.get` for the kernels of our contenders."""
     found: list[CompileRequest] = []
     for case in cases:
         for is_paged in (False, True):
@@ -245,7 +245,7 @@ def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> Row:
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
             print(f"{case.label}: {name} not measured: {failed[name]}", flush=True)
-            if is_fa3(name):  # what it does not take once it takes in no case
+            if is_fa3(name):  # a call that FlashAttention-3 refuses once is refused in every case
                 args.contenders.remove(name)
     samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
     rows: Row = {}

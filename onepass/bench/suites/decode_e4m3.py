@@ -1,4 +1,4 @@
-"""attention_decode over e4m3 caches on a GPU: is it right, and how much faster is it than over 16-bit ones?
+"""attention_decode over e4m3 caches on a GPU: is it right, and how much faster is it than over 16-bit caches?
 
     python -m onepass.bench.suites.decode_e4m3                                     # check, then six cases
     python -m onepass.bench.suites.decode_e4m3 --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
@@ -138,7 +138,7 @@ def run_check(cases: Sequence[Case]) -> bool:
 
 
 def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> Row:
-    # enough copies for e4m3 caches, which are half as large: they must not lie in L2 either
+    # there are enough copies for e4m3 caches, which are half as large and must not lie in L2 either
     copies = CacheCopies.of(case, 2 * about["l2_bytes"])
     steps = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
     samplers: dict[str, Any] = {}

@@ -6,7 +6,7 @@
 A case is a batch as an engine with continuous batching makes it, see CASES. Contenders take turns: onepass over a dense
 cache and over pages of 16 and 64 keys at random places, and FlashAttention-3's flash_attn_with_kvcache with
 cu_seqlens_q over the same caches ("fa3 .."). Times are those of replayed CUDA graphs; TFLOP/s counts visible pairs,
-TB/s K and V of every sequence once, q, out and lse. Ratios are to the fa3 of the same cache. Variants are fields of
+TB/s K and V of every sequence once, q, out and lse. Ratios are to fa3 over the same cache. Variants are fields of
 `ForwardConfigSm90` (for the Hopper forward), num_splits, and hint=false for a call without max_seqlen_q. The results go
 to --out as JSON after every case.
 """

@@ -1,15 +1,15 @@
-"""Tokens a second of a serving loop with continuous batching: onepass over pages beside FlashAttention-3.
+"""Tokens per second of a serving loop with continuous batching: onepass over pages beside FlashAttention-3.
 
     python -m onepass.bench.suites.engine                 # 1, 16 and 128 requests, on a GPU
     python -m onepass.bench.suites.engine --small         # on a CPU, to see that it runs
 
-A step is what an inference engine does: the tokens of a step, single ones of running requests beside chunks of new
+A step is what an inference engine does: the tokens of a step, single tokens of running requests beside chunks of new
 prompts, are packed into one batch; each layer writes their keys and values into the cache and attends over it. Steps
 in which all requests generate are replayed CUDA graphs. The model is a Llama of 8 layers (16 heads of 128, 4 kv heads)
 with random weights. Contenders differ in the attention and in the cache alone: onepass over pages of 64 keys at random
 places and over a dense cache, and FlashAttention-3's flash_attn_with_kvcache over a dense cache (the package at hand
-has no pages). They take turns; the median of the rounds counts. `same_tokens` is the share of tokens that equal those
-of the first contender: in 16 bits the next token may differ where two are almost equally likely, and all after it do.
+has no pages). Contenders take turns; the median of the rounds counts. `same_tokens` is the share of tokens that equal
+the first contender's: in 16 bits a token may differ where two are almost equally likely, and then all after it differ.
 The results go to --out as JSON.
 """
 
@@ -70,7 +70,7 @@ class Step(NamedTuple):
 
     Attributes:
         slots: where their keys go in a cache whose rows are counted through.
-        cu_seqlens_q, lengths: of the requests: where their tokens begin, and the keys that they have after this step.
+        cu_seqlens_q, lengths: for each request, where its tokens begin, and how many keys it has after this step.
         table: (requests, pages), or None.
     """
 
@@ -177,7 +177,7 @@ class Engine:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def serve(self, prompts: list[Tensor]) -> Tensor:
-        """(requests, new): the tokens that follow on the prompts."""
+        """(requests, new): the tokens that follow the prompts."""
         done, found = [0] * self.count, []
         # steps with chunks of prompts, until every request has its first token
         waiting = list(range(self.count))
@@ -205,7 +205,7 @@ class Engine:
         return torch.stack(found, 1).cpu()
 
     def _step(self, parts: list[tuple[int, int, Tensor]]) -> Step:
-        """A step of some requests. Args: parts: of each the request, its keys so far, and its tokens."""
+        """A step of some requests. Args: parts: for each one its number, how many keys it has so far, its tokens."""
         positions = [torch.arange(start, start + len(tokens)) for _, start, tokens in parts]
         slots = [self.rows_of[b][p] for (b, *_), p in zip(parts, positions, strict=True)]
         counts = [len(tokens) for *_, tokens in parts]
@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with report.recording(), torch.inference_mode():
         for count in sizes.requests:
             measure(model, count, options.rounds, report)
-    # in float32 the caches hold the same numbers, wherever these lie
+    # in float32 a dense cache gives the same tokens as pages
     return int(sizes.dtype == torch.float32 and any(row["same_tokens"][DENSE] < 1 for row in report.rows))
 
 

@@ -4,8 +4,8 @@
     python -m onepass.bench.suites.float32 --no-check --cases 128c8192,64n512     # some cases only
     python -m onepass.bench.suites.float32 --variants "n64 lazy sums; n64 lazy sums queue"     # also these
 
-Contenders: "onepass" as a call runs it, with the split of q, k and v into halves of float16; "kernel" without that,
-from halves that are there; "sm80", the Ampere kernels with three products of tf32; "efficient", torch's, with TF32 off.
+Contenders: "onepass" as a call runs it, with the split of q, k and v into halves of float16; "kernel" without it, from
+halves that are there; "sm80", the Ampere kernels with three products of tf32; "efficient", torch's, with TF32 off.
 FLOPs are counted once, though each product takes three. Grid, configurations and timing are those of forward_sm90.py.
 The results go to --out as JSON.
 """

@@ -46,7 +46,7 @@ from .ahead import compile_ahead
 
 DEVICE = "cuda"
 
-# What a word of a configuration changes; n128 is tile_n=128, 3wg is num_warpgroups=3.
+# The fields that a word of a configuration changes; n128 is tile_n=128, 3wg is num_warpgroups=3.
 WORDS: dict[str, dict[str, Any]] = {
     "s3": {"num_stages": 3},
     "s4": {"num_stages": 4},
@@ -63,7 +63,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "after": {"two_level_sums": True, "overlap_gemm_softmax": False},
     "turn": {"transposes_v": True},
     "halves": {"pv_columns": 128},
-    "t08": {"rescale_threshold": 0.8},  # this one and the next two are for FP8
+    "t08": {"rescale_threshold": 0.8},  # t08, t18 and t28 are for FP8
     "t18": {"rescale_threshold": 1.8},
     "t28": {"rescale_threshold": 2.8},
     "fma4": {"exp2_fma_period": 4},
@@ -171,7 +171,7 @@ class CheckedCase:
     dtype: torch.dtype = torch.bfloat16
     layout: str = "contiguous"
     sinks: bool = False
-    scale: float = 1.0  # the values of q are multiplied with it
+    scale: float = 1.0  # a factor of the values of q
     options: tuple = ()
     packed: tuple | None = None
     slack: int = 0
@@ -304,7 +304,7 @@ def check_cases() -> list[CheckedCase]:
 
 
 def group_cases() -> list[CheckedCase]:
-    """Query heads that share a tile (pack_gqa): groups that divide 64 and that do not, up to the largest."""
+    """Cases of query heads that share a tile (pack_gqa): groups that divide 64 or do not, up to the largest."""
     everything: dict[str, Any] = {"sinks": True, "options": (("window", (64, 10)), ("softcap", 20.0))}
     cases = [CheckedCase(2, 1, 500, 64, 1, 128), CheckedCase(2, 3, 500, 80, 2, 128, options=(("causal", True),))]
     for group, options in itertools.product((2, 3, 5, 7, 8, 33, 64), ((), (("causal", True),))):
@@ -320,7 +320,7 @@ def group_cases() -> list[CheckedCase]:
 
 
 def packed_cases() -> list[CheckedCase]:
-    """Packed sequences and seqused_k, with NaN in all that they must not read."""
+    """Cases of packed sequences and of seqused_k, with NaN in all rows that must not be read."""
     rng = random.Random(0)
     several = ((100, 100), (0, 50), (129, 300), (1, 1), (64, 0), (300, 129), (0, 0), (128, 128), (7, 500))
     many = tuple((rng.choice((0, 1, 5, 64, 200)), rng.choice((0, 1, 30, 128, 300))) for _ in range(150))
@@ -366,7 +366,7 @@ def other_orders(case: CheckedCase) -> list[tuple[str, ForwardConfigSm90]]:
 
 
 def check_one(case: CheckedCase, config: ForwardConfigSm90 | None = None) -> tuple[bool, str]:
-    """Run and compare with the float64 oracle, and with a second run, which must give the same bits."""
+    """Compare a run with the float64 oracle, and with a second run, which must give the same bits."""
     clean, options = case.inputs(), dict(case.options)
     inputs = case.with_garbage(clean)
     problem = problem_of(inputs, **options)

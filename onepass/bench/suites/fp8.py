@@ -10,14 +10,14 @@ Contenders, and what is in their time:
 
     onepass      from e4m3 tensors, scales of blocks, V as `onepass.fp8.keys_last` lays it: the kernel alone
     rows         as onepass, with V as it comes, (batch, seqlen, heads, dim)
-    whole        onepass.attention(q, k, v, precision="fp8") from bfloat16: quantized in each call
+    whole        onepass.attention(q, k, v, precision="fp8") from bfloat16, which each call quantizes
     fa3          FlashAttention-3 from e4m3 tensors with scales of heads, V as it comes: transposed in its kernel
     fa3 columns  as fa3, with the keys of V contiguous, which its kernel need not transpose
     fa3 whole    as fa3, from bfloat16: scales of heads and rounding by torch's operators in each call
     bf16         onepass in bfloat16
 
-Three comparisons are like for like: rows beside fa3, onepass beside the faster one of fa3 and fa3 columns, and whole
-beside fa3 whole. Grid, configurations, options and timing are those of forward_sm90.py. The check compares with float64
+Three comparisons are like for like: rows beside fa3, onepass beside the faster of fa3 and fa3 columns, and whole beside
+fa3 whole. Grid, configurations, options and timing are those of forward_sm90.py. The check compares with float64
 attention over the dequantized tensors, then prints the paper's Table 3. The sums are those of P V at up to 65536 keys:
 of q = 0 and v = 1, and of V with mean 1. The results go to --out as JSON.
 """
@@ -146,7 +146,7 @@ CHECKS = (
 
 
 def run_check(args: argparse.Namespace, about: dict[str, Any]) -> bool:
-    """Whether everything is right. Table 3 goes into `about`, and so into the results file."""
+    """Whether all results are right. Table 3 goes into `about`, and so into the results file."""
     torch.manual_seed(time.time_ns() % 2**31)
     print("seed of the check:", torch.initial_seed())
     jobs = [

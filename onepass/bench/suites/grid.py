@@ -32,7 +32,7 @@ class Cell(NamedTuple):
     head_dim: int
     causal: bool
     seqlen: int
-    tokens: int | None = None  # None: the grid's
+    tokens: int | None = None  # None: as many as the grid has
 
     @property
     def batch(self) -> int:
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser, peers: str, out: str) -> None
     parser.add_argument("--tokens", type=int, help=f"batch * seqlen; default: the grid's, {TOKENS}")
     parser.add_argument("--peers", default=peers, help=f"comma-separated; default: {peers or 'by dtype'}")
     parser.add_argument("--rounds", type=int, default=5, help="how often each contender is timed in each case")
-    parser.add_argument("--load", action="store_true", help="also clock and power under each contender, 0.7 s each")
+    parser.add_argument("--load", action="store_true", help="also record clock and power under each contender (0.7 s)")
     parser.add_argument("--warmup-ms", type=int, default=25, help="warm-up of each timing")
     parser.add_argument("--rep-ms", type=int, default=50, help="length of each timing")
     add_out(parser, out)
@@ -172,7 +172,7 @@ class Results:
         return found
 
     def ratios(self) -> dict[str, dict[Cell, float]]:
-        """Speed over the best peer of each case: of onepass, and of the best of it and its variants."""
+        """Speed over the best peer of each case: of onepass, and of the fastest of onepass and its variants."""
         found: dict[str, dict[Cell, float]] = {"onepass": {}, "best variant": {}}
         for cell, tflops in self.by_cell().items():
             peer = max((tflops[name] for name in self.peers if name in tflops), default=0.0)

@@ -3,13 +3,13 @@
     python -m onepass.bench.suites.models                               # all parts, on a GPU
     python -m onepass.bench.suites.models --parts train --small         # on a CPU, to see that it runs
 
-generate    transformers' Llama (random weights), greedy, new tokens a second: prompts of 1k and 32k tokens, batch 1 and
-            4, with and without padding on the left. Before they are timed, both generate a few tokens while a wait of
-            the host inside of onepass's attention function is an error. The first generation of each is timed apart:
+generate    transformers' Llama (random weights), greedy, new tokens per second: prompts of 1k and 32k tokens, batch 1
+            and 4, with and without padding on the left. Before they are timed, both generate a few tokens while a wait
+            of the host inside onepass's attention function is an error. The first generation of each is timed apart:
             its cache goes through lengths that the process has not seen (first_s). A dynamic cache grows with each
             token. With a static one transformers compiles the forward of a token, on a GPU into a CUDA graph, in
             which nothing can wait.
-train       steps of the same model with SGD: tokens a second at 4k, 16k and 32k.
+train       steps of the same model with SGD: tokens per second at 4k, 16k and 32k.
 diffusion   the blocks of a diffusion transformer (24 heads of 128), forward, 4k to 32k tokens: torch's operators as
             they are, as `torch_sdpa.activate` has them, and FlashAttention-3 where it can be imported.
 first       seconds of the first training step of a process, where no kernel has been compiled before.
@@ -69,7 +69,7 @@ CLOSE = 0.02  # of losses and of outputs, relative to the largest value
 
 
 class Sizes:
-    """What is measured: on a GPU, or with --small a minute's worth for a CPU."""
+    """The sizes of what is measured: on a GPU, or with --small a minute's work for a CPU."""
 
     def __init__(self, small: bool):
         self.device, self.dtype = ("cpu", torch.float32) if small else ("cuda", torch.bfloat16)
@@ -105,7 +105,7 @@ def in_turns(
     device: str,
     around: Mapping[str, Callable[[], contextlib.AbstractContextManager]] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each call in each round; the order is turned around from round to round.
+    """Seconds of each call in each round; the order is reversed from round to round.
 
     Args: around: contexts in which some calls are timed; entering and leaving them is not.
     """
@@ -120,7 +120,7 @@ def in_turns(
 def row_of(
     part: str, case: dict[str, Any], seconds: dict[str, list[float]], tokens: int, **more: Any
 ) -> dict[str, Any]:
-    """A row of the results: tokens a second of each contender, and the ratio of onepass to the best other one."""
+    """A row of the results: tokens per second of each contender, and the ratio of onepass to the best of the others."""
     rates = {name: round(tokens / statistics.median(times), 1) for name, times in seconds.items()}
     best = max(rate for name, rate in rates.items() if name != OURS)
     return {
@@ -160,7 +160,7 @@ def make_llama(sizes: Sizes, attention: str = TORCH) -> Any:
 
 @contextlib.contextmanager
 def no_waiting_in_attention(device: str) -> Iterator[list[int]]:
-    """Make a wait of the host inside of onepass's attention function an error.
+    """Make a wait of the host inside onepass's attention function an error.
 
     Yields: a list with a 1 for each call.
     """
@@ -264,7 +264,7 @@ def train(sizes: Sizes, rounds: int, report: Report) -> None:
 
 
 def first(sizes: Sizes, options: argparse.Namespace, report: Report) -> None:
-    """Each contender in a process of its own, with an empty kernel cache."""
+    """Time the first step of each contender in a process of its own, with an empty kernel cache."""
     seqlen, seconds = sizes.trained[0], {}
     for name in (TORCH, OURS):
         with tempfile.TemporaryDirectory() as folder:
@@ -359,11 +359,11 @@ def diffusion(sizes: Sizes, rounds: int, report: Report) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns: the exit status, 1 if results of contenders do not agree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=3, help="how often each contender is timed in each case")
     parser.add_argument("--prompts", type=int, nargs="+", help="tokens of the prompts to generate from")
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of prompts")
-    parser.add_argument("--caches", choices=("dynamic", "static"), nargs="+", help="of transformers")
+    parser.add_argument("--caches", choices=("dynamic", "static"), nargs="+", help="caches of transformers")
     parser.add_argument("--padding", type=int, choices=(0, 1), nargs="+", help="1: prompts of different lengths")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--first-step-of", choices=(OURS, TORCH), help=argparse.SUPPRESS)

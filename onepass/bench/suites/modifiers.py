@@ -1,13 +1,13 @@
 """What ranges of keys, left padding, ALiBi, a bias and dropout cost on a GPU, beside a call without them.
 
     python -m onepass.bench.suites.modifiers                              # all cases, forward and backward
-    python -m onepass.bench.suites.modifiers --cases dropout,d128         # those whose names have all of the words
+    python -m onepass.bench.suites.modifiers --cases dropout,d128         # cases whose names have all of the words
 
-A case is compared with the ordinary call that does as much work: a causal mask said by ranges, or by positions, with
-`causal=True`; documents said by ranges with packed sequences; the others with the same call without the option. All
-have 16k tokens of hidden size 2048 in bfloat16. The contenders take turns, and a ratio is that of their times. The
-results of ranges, documents and left padding are compared with those of the ordinary call, too. The results go to --out
-as JSON.
+A case is compared with the ordinary call that does as much work: a causal mask in the form of ranges or of positions
+with `causal=True`, documents in the form of ranges with packed sequences, and any other option with the same call
+without it. All cases have 16k tokens of hidden size 2048 in bfloat16. The contenders take turns, and "added" is the
+ratio of their times less 1. The results of ranges, positions and documents are compared with those of the ordinary
+call, too. The results go to --out as JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from . import grid
 DEVICE = "cuda"
 TOKENS, HIDDEN, DOCUMENT = 16384, 2048, 1000
 TOLERANCE = 0.02  # of the rough comparison with the ordinary call
-SAME = ("ranges", "positions", "documents")  # options that say what the ordinary call says
+SAME = ("ranges", "positions", "documents")  # options whose results are those of the ordinary call
 
 
 class ModifierCase(NamedTuple):
@@ -124,7 +124,7 @@ def compile_ahead(chosen: Sequence[ModifierCase]) -> None:
 
 
 def backward_of(call: Callable[[], Tensor], t: Tensors) -> Callable[[], Any]:
-    """A function that runs the backward pass of a forward that is made now."""
+    """Run a forward. Returns: a function that runs its backward pass."""
     out = call()
     return lambda: torch.autograd.grad(out, (t.q, t.k, t.v), t.dout, retain_graph=True)
 
@@ -160,7 +160,7 @@ def measure(case: ModifierCase, args: argparse.Namespace, report: Report) -> Non
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="", help="words that a case's name has, all of them; default: all cases")
+    parser.add_argument("--cases", default="", help="words; cases whose names have all of them; default: all")
     parser.add_argument("--rounds", type=int, default=3, help="how often each contender is timed in each case")
     parser.add_argument("--warmup-ms", type=int, default=25, help="warm-up of each timing")
     parser.add_argument("--rep-ms", type=int, default=50, help="length of each timing")

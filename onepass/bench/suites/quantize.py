@@ -3,10 +3,10 @@
     python -m onepass.bench.suites.quantize --out quantize.json
 
 The tensors have 16k tokens of hidden size 2048 in bfloat16, so 64 MB each. Calls are captured in a CUDA graph, several
-in a row on tensors that take turns, so that none of them is in the L2 cache; times are medians of replays, per call. A
-copy moves as many bytes as are read and written for one tensor. CPU time is that of the calling thread, on short
-tensors, where no call waits for the GPU; calls of attention are measured beside it. The results go to --out as JSON:
-"rows" and "calls".
+in a row on tensors that take turns, so that none of these is in the L2 cache; times are medians of replays, per call. A
+copy moves as many bytes as are read and written for one tensor. CPU time is the time of the calling thread, on short
+tensors, where no call waits for the GPU; calls of attention are measured beside quantize_fp8. The results go to --out
+as JSON: "rows" and "calls".
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Contender(NamedTuple):
 
     Attributes:
         moved: bytes read and written by a call, each once.
-        is_torch: the call is many kernels of torch, so that few replays are enough.
+        is_torch: whether a call is many kernels of torch, so that few replays are enough.
     """
 
     name: str

@@ -5,7 +5,7 @@
     python -m onepass.bench.suites.sm80 --dtype float32       # beside torch's memory-efficient SDPA, TF32 off
     python -m onepass.bench.suites.sm80 --no-check --cases 128c8192 --variants "tile_m=128,tile_n=32; num_stages=1"
 
-The suite runs on any GPU of compute capability 8.0 or more. On Hopper, too, it times these kernels, not those that
+The suite runs on any GPU of compute capability 8.0 or more. On Hopper, too, it times these kernels, and not what
 onepass would choose there. Peers are torch's SDPA: FlashAttention-2 (`fa2`) or, in float32, memory-efficient attention
 (`efficient`). Cases, variants and timing are those of backward_sm90.py. FLOPs of float32 are counted once, though each
 product takes three. The results go to --out as JSON.

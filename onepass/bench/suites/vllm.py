@@ -1,9 +1,9 @@
-"""Tokens a second of vLLM with onepass and with vLLM's own attention, on one model and the same requests.
+"""Tokens per second of vLLM with onepass and with vLLM's own attention, on one model and the same requests.
 
     python -m onepass.bench.suites.vllm --json FILE
 
-Each backend runs in a process of its own, because vLLM chooses once a process. The model is a Llama with random weights
-of a fixed seed. Requests of one batch differ in length; they are greedy, so the tokens of the backends are compared:
+Each backend runs in a process of its own, because vLLM chooses once per process. The model is a Llama with random
+weights of a fixed seed. Requests of one batch differ in length. They are greedy, so the backends' tokens are compared:
 `same_tokens` is the share of requests whose tokens agree to the end (in 16 bits two tokens may be equally likely).
 """
 
@@ -43,7 +43,7 @@ OURS, CHILD = "onepass", "ONEPASS_BENCH_VLLM"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: the exit status, 1 if a backend did not run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", default="FLASH_ATTN", help="vLLM's own to compare with, separated by commas")
+    parser.add_argument("--backends", default="FLASH_ATTN", help="vLLM's own backends, separated by commas")
     parser.add_argument("--requests", default="1,16,128", help="requests at a time")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the longest prompt; the shortest has half")
     parser.add_argument("--new", type=int, default=256, help="new tokens of each request")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_in_process(name: str, folder: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What `serve` returns, in a process of its own with this backend; empty if it fails."""
+    """What `serve` returns in a process of its own with this backend; empty if the process fails."""
     environment = {**os.environ, CHILD: folder, "ONEPASS_VLLM": str(int(name == OURS)), "VLLM_LOGGING_LEVEL": "WARNING"}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; without it vLLM's CPU platform takes most memory
@@ -83,7 +83,7 @@ def run_in_process(name: str, folder: str, arguments: Sequence[str]) -> dict[str
 
 
 def serve(options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second and tokens, by the number of requests, of the backend that the environment names."""
+    """By the number of requests, seconds and tokens of the backend that the environment names."""
     import torch
     from vllm import LLM, SamplingParams
 
@@ -113,7 +113,7 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each number of requests: tokens a second of each backend, the ratio of ours to the best other one."""
+    """A row for each number of requests: tokens per second of each backend, the ratio of ours to the best other."""
     rows = []
     for number in next((served for served in found.values() if served), {}):
         rates = {

@@ -44,8 +44,11 @@ class Span(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What one role did: spans in order, each up to the next one. `ns_per_cycle` is 0 where there was no second look
-    at the global clock."""
+    """What one role did: spans in order, each up to the beginning of the next.
+
+    Attributes:
+        ns_per_cycle: nanoseconds of a cycle; 0 if the global clock was not read twice.
+    """
 
     name: str
     spans: list[Span]
@@ -56,7 +59,7 @@ def roles_of(stamps: numpy.ndarray) -> list[Role]:
     """The roles that have written stamps.
 
     Args: stamps: (ROLES, STAMPS_PER_ROLE) int64, each clock << 8 | number of an act, 0 where nothing was written.
-    Raises: ValueError if a number is none of an act, or clocks run backwards.
+    Raises: ValueError if a number belongs to no act, or clocks run backwards.
     """
     names = ["producer", *(f"consumer warpgroup {i}" for i in range(ROLES - 1))]
     found = (_role(name, row[row != 0]) for name, row in zip(names, stamps, strict=True))
@@ -87,10 +90,11 @@ def _role(name: str, words: numpy.ndarray) -> Role:
 def gemms_in_flight(role: Role, overlaps: bool = True) -> list[Span]:
     """For each batch of GEMMs that a consumer issues, the time until it has seen the last of them finished.
 
-    It may see that late, because it looks when its softmax is done: the time is an upper bound.
+    The time is an upper bound: the consumer looks when its softmax is done, and may see the end late.
 
-    Args: overlaps: whether P V is issued with S (forward). If not, or where a tile's last P V has nothing beside it,
-    P V is issued where the wait for it begins.
+    Args:
+        overlaps: whether P V is issued with S (forward). If not, or where a tile's last P V has nothing beside it, P V
+            counts as issued where the wait for it begins.
     """
     found: list[Span] = []
     start: int | None = None
@@ -117,7 +121,7 @@ def gemms_in_flight(role: Role, overlaps: bool = True) -> list[Span]:
 
 
 def step_cycles(role: Role) -> float:
-    """The median time from the exponentials of one step to those of the next. Raises: ValueError without two steps."""
+    """The median time from one step's exponentials to the next step's. Raises: ValueError for fewer than two steps."""
     starts = [span.start for span in role.spans if span.act in EXPONENTIALS]
     if len(starts) < 2:
         raise ValueError(f"{role.name}: expected at least 2 steps, got {len(starts)}")

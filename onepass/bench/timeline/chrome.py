@@ -16,7 +16,7 @@ from .acts import Role, Span, gemms_in_flight
 from .record import Timeline
 
 GEMMS_SUFFIX = ": GEMMs in flight"
-_SLOWEST_CLOCK_NS = 1.0  # a cycle's length where the global clock was not looked at twice
+_SLOWEST_CLOCK_NS = 1.0  # the length of a cycle where the global clock was not read twice
 
 
 def to_chrome(timelines: list[Timeline], about: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The beginning of a trace.")
     parser.add_argument("trace", type=Path)
     parser.add_argument("cut", type=Path)
-    parser.add_argument("--cycles", type=int, required=True, help="of each configuration that are kept")
+    parser.add_argument("--cycles", type=int, required=True, help="how many cycles of each configuration are kept")
     options = parser.parse_args()
     write(cut(json.loads(options.trace.read_text()), options.cycles), options.cut)
 

@@ -4,9 +4,9 @@
 
 `--row LABEL`, several times, chooses panels; `--batches N` says how many batches of GEMMs the first panel shows.
 
-The panels have the same scale, in cycles. The upper bar of a consumer says what its threads do, the lower one when
-GEMMs that it has issued are in flight. Where a bar is blank the threads do something else: barriers, dS to shared
-memory.
+The panels have the same scale, in cycles. The upper bar of a consumer says what its threads do, and the lower one when
+GEMMs that the consumer has issued are in flight. Where the upper bar is blank, the threads do something else, such as
+barriers or writing dS to shared memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COLORS = {
     **dict.fromkeys(_WAITS, "#d9dee4"),
 }
 _DARK = {"softmax", "P = exp(S - lse)", "add dQ", "store", ISSUE}  # colors under white letters
-# in the legend; and in a bar, from long to short, as far as there is room
+# names of acts in the legend, and in _INSIDE the texts in a bar: the longest one that fits
 _NAMES = {
     "GEMMs": "GEMMs in flight",
     ISSUE: "issuing GEMMs",
@@ -95,7 +95,7 @@ def draw(timelines: list[Timeline], title: str, path: Path, batches: int = BATCH
 
 
 def _draw_panel(axis: Any, timeline: Timeline, first: int, width: int, seen: set[str]) -> None:
-    """Args: first, width: the cycles that are drawn. seen: gets the acts that are."""
+    """Draw one timeline. Args: first, width: the cycles that are drawn. seen: gets the acts that are drawn."""
     ticks, y = {}, 0.0
     for role in timeline.roles:
         lanes = [(role.spans, 1.0)]
@@ -145,7 +145,7 @@ def _heading(timeline: Timeline) -> str:
 
 
 def _window(timeline: Timeline, batches: int) -> tuple[int, int]:
-    """First cycle and number of cycles of what is drawn: steps from the middle of what the first consumer did."""
+    """The first cycle that is drawn, and how many: batches from the middle of what the first consumer did."""
     issues = [span.start for span in _first_consumer(timeline).spans if span.act == ISSUE]
     if len(issues) < 2 * batches:
         raise ValueError(f"{timeline.label}: expected at least {2 * batches} batches of GEMMs, got {len(issues)}")

@@ -29,16 +29,16 @@ STRUCTURE = {
     ),
     "bwd": (FULL, "no turns between warpgroups"),
 }
-RUNS = 20  # of each kernel, for the cost of the stamps
+RUNS = 20  # timed runs of each kernel, which give the cost of the stamps
 
 
 class Timeline(NamedTuple):
     """What thread block 0 did in one run of a kernel.
 
     Attributes:
-        label: of the configuration, as in the ablation.
-        changes: its fields that differ from the full configuration.
-        ms, ms_without: of a launch with stamps and of the same configuration without, medians.
+        label: the label of the configuration, as in the ablation.
+        changes: the fields of the configuration that differ from the full configuration.
+        ms, ms_without: median times of a launch with stamps, and of the same configuration without them.
     """
 
     label: str
@@ -69,7 +69,7 @@ def record(
     """The timelines of a case, dense and without options.
 
     Args:
-        labels: rows of the ablation; None means those of STRUCTURE that the configuration has.
+        labels: rows of the ablation; None means the rows of STRUCTURE that the configuration has.
         on_start: called with each label before its kernels are compiled.
     Raises: UnsupportedError if the Hopper kernels do not run the case or a row does not exist; RuntimeError if the
         results with stamps are not those without, bit for bit.
@@ -106,7 +106,7 @@ def _timeline(
     direction: str,
 ) -> Timeline:
     device = inputs.q.device
-    if config.num_warpgroups >= ROLES:  # stamps of another one would be written past the end
+    if config.num_warpgroups >= ROLES:  # the stamps of one more would be written past the end
         expected = f"{label}: expected at most {ROLES - 1} consumer warpgroups"
         raise UnsupportedError(f"{expected}, got {config.num_warpgroups}")
     stamps = torch.zeros(ROLES, STAMPS_PER_ROLE, dtype=torch.int64, device=device)
@@ -127,7 +127,7 @@ def _timeline(
 
 
 def compile_stamped(request: compile.CompileRequest, address: int) -> Callable:
-    """The kernel of a request with time stamps; it is kept in no cache, for the address is compiled in."""
+    """The kernel of a request with time stamps. It is kept in no cache, because the address is compiled in."""
     from .stamps import stamping
 
     with stamping(address):

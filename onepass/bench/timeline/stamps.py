@@ -1,8 +1,8 @@
 """Time stamps inside the Hopper kernels: roles that note the clock at each of their acts.
 
 The classes here extend the roles of the shipped kernels (producer and consumers of forward and backward) by one
-instruction sequence before and after single acts; the kernels themselves know nothing of it. `stamping` puts them in
-the place of the originals while a kernel is compiled.
+instruction sequence before and after single acts; the kernels themselves know nothing of it. `stamping` puts these
+classes in the place of the originals while a kernel is compiled.
 
 A recorded thread, the first one of each role in thread block 0, writes clock64 << 8 | act to global memory. The address
 is a constant of the compiled code, and the only state is the place of the next stamp: one register.
@@ -69,7 +69,7 @@ class Stamps:
 
 
 class StampedProducer(Stamps, Producer):
-    """Each load: the wait for an empty buffer, and the copy that is issued then."""
+    """Stamps each load: the wait for an empty buffer, and the copy that is issued then."""
 
     def __init__(self, *arguments):
         Producer.__init__(self, *arguments)
@@ -96,7 +96,7 @@ class StampedProducer(Stamps, Producer):
 
 
 class StampedConsumer(Stamps, Consumer):
-    """Turns, GEMMs, softmax and stores of 64 rows of queries."""
+    """Stamps turns, GEMMs, softmax and stores of 64 rows of queries."""
 
     def __init__(self, *arguments):
         Consumer.__init__(self, *arguments)
@@ -143,7 +143,7 @@ class StampedConsumer(Stamps, Consumer):
 
 
 class StampedBackwardProducer(Stamps, BackwardProducer):
-    """Each load: the wait for an empty buffer, and the copy that is issued then."""
+    """Stamps each load: the wait for an empty buffer, and the copy that is issued then."""
 
     def __init__(self, *arguments):
         BackwardProducer.__init__(self, *arguments)
@@ -161,7 +161,7 @@ class StampedBackwardProducer(Stamps, BackwardProducer):
 
 
 class StampedBackwardConsumer(Stamps, BackwardConsumer):
-    """Turns, GEMMs, P, dS, sums of dQ and stores of 64 keys."""
+    """Stamps turns, GEMMs, P, dS, sums of dQ and stores of 64 keys."""
 
     def __init__(self, *arguments):
         BackwardConsumer.__init__(self, *arguments)
@@ -207,9 +207,9 @@ class StampedBackwardConsumer(Stamps, BackwardConsumer):
 
 @contextlib.contextmanager
 def stamping(address: int) -> Iterator[None]:
-    """Kernels that are compiled in this context have the stamped roles.
+    """A context in which kernels are compiled with the stamped roles.
 
-    Args: address: of int64 zeros, (roles, STAMPS_PER_ROLE), that outlive the compiled kernels.
+    Args: address: the address of int64 zeros, (roles, STAMPS_PER_ROLE), that outlive the compiled kernels.
     """
     forward, backward = mock.patch.multiple, mock.patch.multiple
     with (

@@ -20,14 +20,14 @@ WAITS = ("wait for the turn", "wait for dS", *WAITS_FOR_GEMMS)
 
 
 class Summary(NamedTuple):
-    """Numbers of a timeline; what concerns consumers is a mean over them, or counts all of them.
+    """Numbers of a timeline; what concerns consumers is a mean over all consumers, or counts all of them.
 
     Attributes:
-        step: cycles from the exponentials of one step to those of the next, the median.
+        step: the median of the cycles from one step's exponentials to the next step's.
         exponentials, issuing, waiting: shares of a consumer's time.
-        beside_own, beside_other: the shares of the exponentials' time in which GEMMs of the warpgroup itself, and of
-            another one, are in flight.
-        issuing_together: the share of the time of issuing in which two warpgroups or more do so.
+        beside_own, beside_other: the shares of the exponentials' time in which GEMMs of the same warpgroup, and of
+            another warpgroup, are in flight.
+        issuing_together: the share of the time of issuing in which two or more warpgroups issue GEMMs.
     """
 
     step: float
@@ -77,7 +77,7 @@ def _cycles(spans: list[Span]) -> int:
 
 
 def _counts(spans: Iterable[Span]) -> dict[int, int]:
-    """The cycles in which a number of spans cover the time at once, by that number, which is at least 1."""
+    """By a number of spans, which is at least 1, the cycles that so many spans cover at once."""
     events = sorted([(time, change) for span in spans for time, change in ((span.start, 1), (span.end, -1))])
     found: dict[int, int] = {}
     covering = before = 0

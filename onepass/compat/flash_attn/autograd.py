@@ -1,7 +1,7 @@
-"""flash-attn 2.8's autograd functions by their names, with `apply` and its arguments, by position.
+"""flash-attn 2.8's autograd functions by their names, with `apply`, which takes its arguments by position.
 
-They are calls of the functions of the same arguments, and no subclasses of `torch.autograd.Function`: `forward` and
-`backward` are not there.
+Each `apply` calls the function with the same arguments. The classes are no subclasses of `torch.autograd.Function`, and
+have neither `forward` nor `backward`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def maybe_contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _applied(function: Callable) -> Any:
-    """`apply` of a function: its arguments, and whether gradients are recorded."""
+    """An `apply` that takes the arguments of a function, and then whether gradients are recorded."""
 
     def apply(*arguments: Any) -> Any:
         *given, is_grad_enabled = arguments

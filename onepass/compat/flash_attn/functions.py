@@ -40,7 +40,7 @@ def attend(
         "causal": causal,
         "window": conventions.opened(conventions.pair_of(window_size)),
         "softcap": conventions.softcap_of(softcap),
-        # without a wish torch.use_deterministic_algorithms decides
+        # where the caller does not ask for it, torch.use_deterministic_algorithms decides
         "deterministic": check_flag("deterministic", deterministic, allow_none=True) or None,
     }
     returns_probabilities = check_flag("return_attn_probs", return_attn_probs, allow_none=True)
@@ -89,7 +89,7 @@ def flash_attn_func(
         dropout_p: probabilities are left out of the product with v with this probability.
         softmax_scale: None = head_dim ** -0.5.
         causal, window_size: aligned at the bottom right; window_size is (left, right), inclusive, a negative side is
-            unbounded. It may be a tuple, a list, an array or a tensor, which is read.
+            unbounded. It may be a tuple, a list, an array or a tensor, whose values are read on the host.
         softcap: 0.0 = no cap.
         alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32: subtracts slope * |i + seqlen_k - seqlen_q - j|
             from a score. They may require a gradient.
@@ -145,7 +145,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` with all three in one tensor, qkv: (batch, seqlen, 3, num_heads, head_dim)."""
+    """`flash_attn_func` with q, k and v in one tensor, qkv: (batch, seqlen, 3, num_heads, head_dim)."""
     q, k, v = conventions.unpack("qkv", qkv, 3, 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -178,10 +178,10 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, the start of each sequence and the end of the last one; with a
             block_table only the differences of cu_seqlens_k matter.
         max_seqlen_q, max_seqlen_k: hints; an int, a tensor or None. With dropout and return_attn_probs they are sizes
-            of S_dmask, and read.
+            of S_dmask, and a tensor is read on the host.
         block_table: (batch, max_blocks) int32: the keys of each sequence are rows of these blocks. Such a call without
-            dropout has no backward: if an input requires a gradient, a backward through the result raises. Lengths
-            beyond the blocks raise an error that is a ValueError and a RuntimeError, where the host has them.
+            dropout has no backward: if an input requires a gradient, a backward through the result raises. Lengths in
+            the host's memory that are beyond the blocks raise an error that is both a ValueError and a RuntimeError.
         All others: as for `flash_attn_func`; masks are aligned to each sequence's own lengths.
 
     Returns: out (total_q, num_heads_q, head_dim_v); softmax_lse (num_heads_q, total_q) float32; S_dmask
@@ -264,7 +264,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` with all three in one tensor, qkv: (total_tokens, 3, num_heads, head_dim)."""
+    """`flash_attn_varlen_func` with q, k and v in one tensor, qkv: (total_tokens, 3, num_heads, head_dim)."""
     q, k, v = conventions.unpack("qkv", qkv, 3, 4)
     options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     try:

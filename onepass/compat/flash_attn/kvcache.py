@@ -64,21 +64,22 @@ def flash_attn_with_kvcache(
         cache_seqlens: the filled length of the cache: an int, (batch,) int32, or None = all of it.
         cache_batch_idx: (batch,) int32 or int64, the cache entry of each batch entry; distinct if k is given. With a
             block_table it picks rows of the table.
-        cache_leftpad: (batch,) int32: keys before it do not exist.
+        cache_leftpad: (batch,) int32: the keys before it do not exist.
         block_table: (batch, max_blocks) int32, any page_block_size. The longest length is read, which waits for a GPU,
             except while a CUDA graph is captured.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for `flash_attn_func`.
         rotary_interleaved: rotated pairs are columns (0, 1), (2, 3), ..; else the two halves of the rotated columns.
         num_splits: number of splits of the keys, which a GPU computes side by side; 0 = chosen.
         return_softmax_lse: return (out, softmax_lse).
-        k_descale, v_descale: (batch, num_heads_kv) float32, with float8_e4m3fn caches only, as in flash-attn 3 (where q
-            is e4m3, too; here it is not). The shapes of `onepass.attention_decode` without kv_block are accepted, too.
+        k_descale, v_descale: (batch, num_heads_kv) float32, with float8_e4m3fn caches only, as in flash-attn 3 (whose q
+            is e4m3, too, while this q is not). The shapes that `onepass.attention_decode` takes without a kv_block are
+            accepted, too.
 
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32. If an
-    input requires a gradient, their backward raises.
+    input requires a gradient, a backward through them raises.
     Raises: TypeError or ValueError for bad shapes, dtypes or lengths; an error that is both ValueError and RuntimeError
-    for lengths beyond the rows that a block_table addresses. The caches are unchanged whenever it raises. Without a
-    block_table the host does not read lengths from a GPU, so their values are not checked there.
+    for lengths beyond the rows that a block_table addresses. The caches are unchanged after an error. Without a
+    block_table the host does not read lengths from a GPU, so the values of such lengths are not checked.
     """
     options = {
         "softmax_scale": softmax_scale,

@@ -5,9 +5,9 @@ They have the arguments of `flash_attn.flash_attn_interface`, and return its tup
     _flash_attn_forward, _flash_attn_varlen_forward      out, softmax_lse, S_dmask, rng_state
     _flash_attn_backward, _flash_attn_varlen_backward    softmax_d; dq, dk and dv are written into the given tensors
 
-rng_state is seed and offset of dropout, (2,) int64, and 0 without dropout. None of them records a gradient: a
-backward through their results raises. out and softmax_lse of the backward may be those of attention over more keys
-than the call has, as in rings.
+rng_state is seed and offset of dropout, (2,) int64, and 0 without dropout. None of the functions records a gradient: a
+backward through their results raises. The out and softmax_lse that a backward gets may belong to attention over more
+keys than its call has, as in rings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ForwardResult = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """The number of keys that share a maximum in S_dmask: all of a row."""
+    """The number of keys that share a maximum in S_dmask: all keys of a row."""
     return probabilities.ONE_BLOCK
 
 
@@ -72,7 +72,7 @@ def _forward(
 
     Args:
         lengths: the lengths of `onepass.attention_varlen`, or {}.
-        starts: (batch,) int32, the first key of each sequence, as the modifiers say it, too.
+        starts: (batch,) int32, the first key of each sequence; the modifiers hold it, too.
     """
     check_tensors(dict(zip("qkv", inputs, strict=True)))
     q, k, v = conventions.detached(*inputs)
@@ -139,9 +139,9 @@ def _flash_attn_varlen_forward(
     """The forward of `flash_attn_varlen_func`; shapes are those of `flash_attn_varlen_func`.
 
     Args:
-        leftpad_k: (batch,) int32: keys of a sequence before it do not exist.
+        leftpad_k: (batch,) int32: the keys of a sequence before it do not exist.
         seqused_k: (batch,) int32: only the first keys of a sequence exist; with a block_table in place of cu_seqlens_k.
-        zero_tensors: rows without a sequence are 0 in any case.
+        zero_tensors: has no effect: rows without a sequence are 0 in any case.
     """
     check_flag("zero_tensors", zero_tensors, allow_none=True)
     if check_int("num_splits", num_splits) > 1:

@@ -41,10 +41,10 @@ def over_cache(
     options: dict[str, Any],
     seqused_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse. If an input requires a gradient, a backward through them raises.
+    """out and lse of a call over a cache. If an input requires a gradient, a backward through them raises.
 
     Args:
-        seqused_q: (batch,) int32: only the first queries of each batch entry exist; out of the others is 0.
+        seqused_q: (batch,) int32: only the first queries of each batch entry exist; out of all others is 0.
         rotary: rotary_cos, rotary_sin, rotary_seqlens and rotary_interleaved.
         descales: q_descale, k_descale and v_descale. options: of `onepass.attention`.
         All others: as for `flash_attn_with_kvcache`.
@@ -115,7 +115,7 @@ def _check_rotary_seqlens(rotary: tuple[Any, Any, Any, Any], batch: int, device:
 def _cache_descales(
     q: Tensor, k_cache: Tensor, descales: tuple[Any, Any, Any], batch: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The descales of a cache's keys, with those of q in them, and of its values."""
+    """The descales of a cache's keys, multiplied by those of q, and the descales of its values."""
     if k_cache.dtype != E4M3:
         conventions.refuse("only e4m3 tensors have descales", q_descale=descales[0])
         conventions.refuse("only e4m3 tensors have descales", k_descale=descales[1], v_descale=descales[2])

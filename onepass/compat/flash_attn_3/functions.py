@@ -80,7 +80,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` with all three in one tensor.
+    """`flash_attn_func` with q, k and v in one tensor.
 
     Args:
         qkv: (batch, seqlen, 3, num_heads, head_dim), or (batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim) with
@@ -110,7 +110,7 @@ def flash_attn_qkvpacked_func(
 
 
 def _split_heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
-    """Views of heads of q, k and v that lie beside each other in one dimension."""
+    """Views of q, k and v, whose heads lie beside each other in one dimension of a tensor."""
     if num_heads_q is None:
         raise ValueError(f"num_heads_q: expected an int beside a qkv of shape {tuple(qkv.shape)}, got None")
     heads = qkv.shape[2] - check_int("num_heads_q", num_heads_q, least=1)
@@ -209,8 +209,8 @@ def flash_attn_with_kvcache(
             (num_pages, page_size, num_heads_kv, head_dim); in q's dtype.
         k, v: (batch, seqlen_new, num_heads_kv, head_dim), or packed (total_new, ..) with cu_seqlens_k_new; like q.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), beside k and v. New key i and query i are rotated by row
-            rotary_seqlens[b] + i (None: cache_seqlens[b] + i), or, with neither causal, a window nor a chunk, all
-            queries by row rotary_seqlens[b].
+            rotary_seqlens[b] + i (None: cache_seqlens[b] + i); without causal, a window and a chunk, all queries are
+            rotated by row rotary_seqlens[b].
         cache_seqlens: the filled length of the cache: an int, (batch,) int32, or None = all of it.
         cache_batch_idx: (batch,) int32 or int64, the entry of the cache, or row of the page_table, of each batch entry.
         cache_leftpad: (batch,) int32: keys before it do not exist.
@@ -223,7 +223,7 @@ def flash_attn_with_kvcache(
 
     Returns: out in q's shape, with head_dim_v; softmax_lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q). If
     an input requires a gradient, the backward of out raises.
-    Raises: as `onepass.attention_decode`; the caches are unchanged then.
+    Raises: what `onepass.attention_decode` raises; the caches are unchanged then.
     """
     conventions.refuse(QV, qv=qv)
     conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
@@ -289,6 +289,6 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """An empty int32 tensor: onepass needs no schedule before a call. `flash_attn_with_kvcache` takes it."""
+    """An empty int32 tensor, which `flash_attn_with_kvcache` takes: onepass needs no schedule before a call."""
     tensors.check_tensor("cache_seqlens", cache_seqlens, "an int32 torch.Tensor")
     return cache_seqlens.new_empty(0, dtype=torch.int32)

@@ -82,7 +82,7 @@ def define_operators() -> torch.library.Library | None:
 
 
 def _with_defaults(function: Callable, defaults: list[Any]) -> Callable:
-    """A function of all arguments by position, called with the first of them: torch leaves out defaults at the end."""
+    """A function that fills in the defaults that torch leaves out at the end of the arguments."""
 
     def call(*given: Any) -> Any:
         return function(*given, *defaults[len(given) :])

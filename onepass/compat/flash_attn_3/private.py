@@ -33,7 +33,7 @@ QV = "onepass does not add the scores of qv and v"
 def options_of(
     softmax_scale: Any, causal: Any, window: conventions.Window, softcap: Any, causal_name: str = "causal"
 ) -> dict[str, Any]:
-    """The scale and the mask as arguments of `onepass.attention`. Args: window: a negative side is unbounded."""
+    """The scale and the mask as arguments of `onepass.attention`. Args: window: its negative sides are unbounded."""
     return {
         "softmax_scale": softmax_scale,
         "causal": check_flag(causal_name, causal),
@@ -147,7 +147,7 @@ def _flash_attn_backward(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> Tensor:
-    """Write dq, dk and dv into the given tensors. out and softmax_lse may be those of attention over more keys.
+    """Write dq, dk and dv into the given tensors. out and softmax_lse may belong to attention over more keys.
 
     Returns: softmax_d, the float32 sums of dout * out: (batch, num_heads_q, seqlen_q rounded up to 128), or
     (num_heads_q, total_q + 128 * batch) for packed sequences; zeros follow the sums.

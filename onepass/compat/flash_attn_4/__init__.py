@@ -3,10 +3,10 @@
     from onepass.compat.flash_attn_4 import flash_attn_func
 
 Names, arguments, order and defaults are those of flash-attn 4.0.0b36. In `window_size` None is an unbounded side, and a
-negative side shifts the band, as in `onepass.attention`; two negative sides are unbounded both. `learnable_sink` is
+negative side shifts the band, as in `onepass.attention`; two negative sides are both unbounded. `learnable_sink` is
 `sinks`. All functions return (out, lse), where lse is None unless it is asked for or a gradient is recorded.
 
-Refused are `qv` and `gather_kv_indices`, and what is written in another library's kernel language: `score_mod`,
+onepass refuses `qv` and `gather_kv_indices`, and what belongs to another library's kernel language: `score_mod`,
 `mask_mod` and block-sparse tensors. Arguments that say how to compute have no effect.
 """
 

@@ -55,7 +55,7 @@ def flash_attn_func(
             dtypes are those of `onepass.attention`, or float8_e4m3fn, which has no backward and gives bfloat16.
         softmax_scale: None = head_dim ** -0.5.
         causal, window_size: aligned at the bottom right; window_size is (left, right), inclusive, None = unbounded. One
-            negative side shifts the band; two are unbounded.
+            negative side shifts the band; two negative sides are unbounded.
         learnable_sink: (num_heads_q,) floating point: adds exp(learnable_sink[h]) to the denominators of head h.
         softcap: 0.0 = no cap.
         deterministic: ask for bitwise reproducible gradients.
@@ -164,8 +164,8 @@ def flash_attn_combine(
         out_partial: (num_splits, batch, seqlen, num_heads, head_dim), or packed (num_splits, total_q, ..).
         lse_partial: (num_splits, batch, seqlen, num_heads), or packed, float32; heads are in the last dimension.
         out: a tensor to write into; None: a new one of out_dtype, by default that of out_partial.
-        cu_seqlens, seqused, virtual_batch_idx: say in which order to compute, and which rows may be left out; all rows
-            are merged.
+        cu_seqlens, seqused, virtual_batch_idx: have no effect. They say in which order flash-attn computes, and which
+            rows it may leave out; onepass merges all rows.
 
     Returns: out (batch, seqlen, num_heads, head_dim), and lse (batch, seqlen, num_heads), or None without return_lse.
     """
@@ -196,5 +196,5 @@ def get_scheduler_metadata(
     seqlen_k_per_split: int | None = None,
     _arch: int | None = None,
 ) -> SchedulerMetadataTensorsTorch:
-    """Metadata without a schedule: onepass needs none before a call. `flash_attn_varlen_func` takes it."""
+    """Metadata without a schedule, which `flash_attn_varlen_func` takes: onepass needs no schedule before a call."""
     return scheduler_metadata((cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), num_splits)

@@ -1,4 +1,4 @@
-"""flash-attn 4's `_flash_attn_fwd` and `_flash_attn_bwd`, on which its functions and other libraries stand."""
+"""flash-attn 4's `_flash_attn_fwd` and `_flash_attn_bwd`, which its functions and other libraries call."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def options_of(
 
 
 def refuse_foreign(**arguments: Any) -> None:
-    """Refuse score_mod, mask_mod and block-sparse tensors; what only serves them may be given."""
+    """Refuse score_mod, mask_mod and block-sparse tensors. Arguments that only serve them are not refused."""
     conventions.refuse(KERNEL_LANGUAGE, **arguments)
 
 
@@ -83,7 +83,7 @@ def forward(
     num_splits: Any = 1,
     deterministic: Any = False,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse in the shapes of the call; with a page_table they have no backward."""
+    """out and lse in the shapes of the call. With a page_table, out and lse have no backward."""
     if page_table is None:
         return calls.attend(q, k, v, lengths, options, descales, deterministic=deterministic)
     tensors.check_tensor("page_table", page_table, "an int32 torch.Tensor")
@@ -163,8 +163,9 @@ def _flash_attn_fwd(
     """The forward of all functions of flash-attn 4.
 
     Args:
-        out, lse: tensors that the results are copied into; without gradients then.
-        All others: as for `flash_attn_varlen_func`, or they say how to compute and have no effect.
+        out, lse: tensors that the results are copied into.
+        All others: as for `flash_attn_varlen_func`; the ones that it does not have say how to compute, and have no
+            effect.
 
     Returns: out; lse, or None where it is not asked for and no gradient is recorded; None three times.
     """
@@ -246,7 +247,7 @@ def _flash_attn_bwd(
     """dq, dk and dv, in the given tensors if there are any, and with a learnable_sink its gradient.
 
     Args:
-        out, lse: may be those of attention over more keys than the call has. dlse: the gradient of lse, or None.
+        out, lse: may belong to attention over more keys than the call has. dlse: the gradient of lse, or None.
         Arguments between window_size_right and cu_seqlens_q say how to compute, and have no effect.
     """
     foreign = {"score_mod": score_mod, "score_mod_bwd": score_mod_bwd, "mask_mod": mask_mod}
@@ -297,7 +298,7 @@ def _flash_attn_fwd_combine(
 
 
 def scheduler_metadata(lengths: tuple[Tensor | None, ...], num_splits: Any) -> SchedulerMetadataTensorsTorch:
-    """Metadata of sequences with these offsets or lengths, of which at least one is a tensor."""
+    """Metadata of sequences with these offsets or lengths; at least one of them is a tensor."""
     given = [tensors.check_tensor("cu_seqlens_q", t) for t in lengths if t is not None]
     if not given:
         raise ValueError("cu_seqlens_q: expected one of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k, got None")

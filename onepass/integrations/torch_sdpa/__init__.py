@@ -1,4 +1,4 @@
-"""onepass under torch's own attention: `F.scaled_dot_product_attention` and all that stands on it, unmodified.
+"""onepass under torch's own attention: `F.scaled_dot_product_attention` and everything built on it, unmodified.
 
     from onepass.integrations import torch_sdpa
 
@@ -9,8 +9,8 @@ registers onepass in torch's registry of flash-attention implementations, and pu
 the kernels of these operators and of their backwards. Models, `nn.MultiheadAttention`,
 `torch.nn.attention.varlen.varlen_attn`, `context_parallel` of torch.distributed and compiled code then run onepass.
 
-A call that onepass refuses, or would compute without a kernel on a GPU, goes to the kernel that was there before. It is
-counted in `fallbacks()`, and warned of once for each reason.
+A call that onepass refuses, or would compute without a kernel on a GPU, goes to the kernel that was there before. Such
+calls are counted in `fallbacks()`, with one warning for each reason.
 """
 
 from .activation import Activation, activate, deactivate, fallbacks, is_active

@@ -1,4 +1,4 @@
-"""Putting onepass under torch's attention, and taking it back."""
+"""Putting onepass under torch's attention, and undoing it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ... import cpu  # noqa: F401  # the backend takes torch's kernels when it is imported: before they are replaced
+from ... import cpu  # noqa: F401  # imported before torch's kernels are replaced, because this backend takes them
 from ...errors import REFUSALS
 from . import operators
 
@@ -19,7 +19,7 @@ _active: Activation | None = None
 
 
 class Activation:
-    """What `activate` changed; as a context manager it takes it back at its end.
+    """The changes of `activate`; as a context manager it undoes them at the end of the block.
 
     Attributes:
         devices: the types of devices whose kernels are replaced.
@@ -44,7 +44,7 @@ class Activation:
         return self
 
     def remove(self) -> None:
-        """Bring the kernels back that were there before."""
+        """Bring back the kernels that were there before."""
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -88,13 +88,13 @@ def _kernel(name: str, key: str) -> Any:
 
 
 def activate(devices: Sequence[str] | None = None) -> Activation:
-    """Run torch's attention by onepass, in all threads of this process.
+    """Let onepass compute torch's attention, in all threads of this process.
 
     Args:
-        devices: "cuda", "cpu" or both; None = "cuda" where there is a GPU, else "cpu". On a CPU torch's own kernel is
-            the faster one: it is meant for tests.
+        devices: "cuda", "cpu" or both; None = "cuda" where there is a GPU, else "cpu". The choice "cpu" is meant for
+            tests: on a CPU torch's own kernel is faster.
 
-    Returns: what was changed; `with activate(): ...` takes it back at the end. A second call replaces the first one.
+    Returns: the changes; `with activate(): ...` undoes them at the end. A second call takes the place of the first one.
     Raises: ImportError before torch 2.11; ValueError for other devices.
     """
     global _active
@@ -118,7 +118,7 @@ def activate(devices: Sequence[str] | None = None) -> Activation:
 
 
 def deactivate() -> None:
-    """Bring torch's kernels back. Without an activation it does nothing."""
+    """Bring torch's kernels back. Without an activation this does nothing."""
     global _active
     if _active is None:
         return

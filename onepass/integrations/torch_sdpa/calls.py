@@ -15,7 +15,7 @@ from ...problem import AttentionInputs, AttentionProblem, Inputs, ModifiedInputs
 from ...validation import modifiers as modifier_checks
 from ...validation.attention import check_attention, check_attention_varlen
 
-# A random state of onepass has this many elements in memory, one more than two: its backward knows it by that.
+# The memory of a random state of onepass has this many elements, one more than it needs: a backward knows it by that.
 MARK = 3
 
 
@@ -123,11 +123,12 @@ def marked_numbers(state: Tensor | None, device: torch.device) -> tuple[Tensor, 
 
 
 def state_of(rng: Tensor, dropout_p: float, must_be_marked: bool = False) -> Tensor | None:
-    """The random state of a forward, None without dropout, from the tensor with its first element.
+    """The random state of a forward, from the tensor that holds its first element; None without dropout.
 
-    Without dropout out and lse say everything that a backward has to know, whoever computed them.
+    Without dropout, out and lse say everything that a backward has to know, whichever implementation computed them.
 
-    Args: must_be_marked: another implementation's lse may mean something else.
+    Args: must_be_marked: whether to refuse another implementation's forward even without dropout, because its lse may
+        mean something else.
     Raises: NotOurs if another implementation has computed the forward.
     """
     is_ours = isinstance(rng, Tensor) and rng.untyped_storage().nbytes() == MARK * 8

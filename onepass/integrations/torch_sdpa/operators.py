@@ -1,8 +1,8 @@
 """Functions with the arguments and results of aten's attention operators.
 
 In `_scaled_dot_product_*` tensors are (batch, heads, seqlen, head_dim) and a causal mask is aligned at the top left; in
-`_flash_attention_*` and `_cudnn_attention_*` they are (batch, seqlen, heads, head_dim), or packed sequences, and it is
-aligned at the bottom right. Results have the shapes, dtypes and strides of torch's meta functions
+`_flash_attention_*` and `_cudnn_attention_*` they are (batch, seqlen, heads, head_dim), or packed sequences, and the
+mask is aligned at the bottom right. Results have the shapes, dtypes and strides of torch's meta functions
 (torch/_meta_registrations.py), which compiled code relies on.
 """
 
@@ -46,10 +46,10 @@ def functions(device: str) -> dict[str, Callable]:
 
 
 def _refuse_others(options: dict[str, Any]) -> None:
-    """Refuse arguments that a newer torch may have, and that are given."""
+    """Refuse arguments that are given although this function does not know them: a newer torch may have more."""
     for name, value in options.items():
         if value is not None and value is not False:
-            # not the value, which differs from call to call: there is one warning for a reason
+            # without the value, which differs from call to call: there is one warning for each reason
             raise UnsupportedError(f"{name}: expected None, got {type(value).__name__}")
 
 
@@ -337,7 +337,7 @@ def cudnn_forward(
     *,
     scale: float | None = None,
 ) -> tuple:
-    """Packed sequences: lse is (total, heads, 1)."""
+    """The forward of packed sequences, whose lse is (total, heads, 1)."""
     _refuse_debug_mask(return_debug_mask)
     if attn_bias is not None or cum_seq_q is None:
         raise UnsupportedError("attn_bias, cum_seq_q: expected packed sequences without a bias")
@@ -383,7 +383,7 @@ def cudnn_backward(
     return calls.backward(call, query, key, value, out, grad_out, lse, state)
 
 
-# ---------------------------------------------------------------- the CPU's
+# ---------------------------------------------------------------- CPU
 
 
 def sdpa_cpu(
@@ -397,12 +397,12 @@ def sdpa_cpu(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     if dropout_p:
-        raise UnsupportedError(f"dropout_p: expected 0, for which the operator has results, got {dropout_p}")
+        raise UnsupportedError(f"dropout_p: expected 0, since the operator returns no random state, got {dropout_p}")
     _refuse_other_head_dim_v(query, value)
     call = _sdpa_call(query, key, is_causal, scale=scale, bias=attn_mask)
     q, k, v = _heads_second(query, key, value)
     out, lse, _ = calls.forward(call, q, k, v)
-    # with heads innermost, as torch's own kernel has it
+    # heads are innermost in memory, as in the lse of torch's own kernel
     heads_last = lse.transpose(1, 2).contiguous().transpose(1, 2)
     return out.transpose(1, 2), heads_last
 
@@ -422,5 +422,5 @@ def sdpa_cpu_backward(
 ) -> tuple:
     call = _sdpa_call(query, key, is_causal, scale=scale, bias=attn_mask)
     q, k, v, o, dout = _heads_second(query, key, value, out, grad_out)
-    # with heads behind the sequence in memory, as torch's own kernel has them
+    # heads stand behind the sequence in memory, as in the gradients of torch's own kernel
     return tuple(_heads_second(*(t.contiguous() for t in calls.backward(call, q, k, v, o, dout, logsumexp, None))))

@@ -17,7 +17,7 @@ BACKEND = f"{__name__}.backend.OnepassBackend"
 
 
 def register() -> None:
-    """Tell vLLM of the backend, as CUSTOM; with ONEPASS_VLLM=1 on a CPU in place of CPU_ATTN, too.
+    """Register the backend with vLLM as CUSTOM and, on a CPU with ONEPASS_VLLM=1, also in place of CPU_ATTN.
 
     Raises: ValueError if ONEPASS_VLLM is neither 0 nor 1.
     """

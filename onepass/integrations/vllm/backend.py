@@ -39,7 +39,7 @@ class OnepassMetadata:
         max_query_len: the most queries of a request.
         seq_lens: (requests,) int32, keys of each request, those of this step included.
         block_table: (requests, blocks) int32.
-        causal: whether a token sees those before it and itself alone.
+        causal: whether a token sees only itself and the tokens before it.
     """
 
     num_actual_tokens: int
@@ -51,9 +51,9 @@ class OnepassMetadata:
 
 
 class OnepassMetadataBuilder(AttentionMetadataBuilder[OnepassMetadata]):
-    """Passes on what vLLM has. No value is read on the host."""
+    """Builds the metadata of a step from what vLLM has. No value is read on the host."""
 
-    # A graph holds the choice between the kernels for few queries of a request and for many.
+    # A CUDA graph fixes the choice between the kernel for few queries of a request and the kernel for many.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
@@ -134,8 +134,8 @@ class OnepassBackend(AttentionBackend):
 class OnepassImpl(AttentionImpl[OnepassMetadata]):
     """One attention layer of a model.
 
-    Raises: UnsupportedError for what onepass does not compute there: cross attention, other caches than e4m3 among the
-    quantized ones, ALiBi with a square root.
+    Raises: UnsupportedError for what onepass does not compute in vLLM: cross attention, quantized caches other than
+    e4m3, and ALiBi with a square root.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class OnepassImpl(AttentionImpl[OnepassMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write the keys and values of a step to the cache. An encoder has none."""
+        """Write the keys and values of a step to the cache. An encoder has no cache."""
         if not self.is_encoder:
             k_cache, v_cache = cache.keys_and_values(kv_cache, self.head_size, self.is_e4m3)
             cache.write(key, value, k_cache, v_cache, slot_mapping, layer._k_scale, layer._v_scale)
@@ -205,7 +205,7 @@ class OnepassImpl(AttentionImpl[OnepassMetadata]):
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("onepass in vLLM: expected no quantized output, got output_scale")
-        if attn_metadata is None:  # a run that measures memory
+        if attn_metadata is None:  # vLLM measures memory with such a run
             return output.zero_()
         step, n = attn_metadata, attn_metadata.num_actual_tokens
         q = query[:n].view(n, self.num_heads, self.head_size)

@@ -1,8 +1,8 @@
 """The key/value caches of vLLM, as views that `onepass.attention_decode` takes, and writing new tokens to them.
 
 vLLM has had two layouts of a layer's cache: (blocks, 2, block_size, kv heads, head_size) up to 0.24, and
-(blocks, kv heads, block_size, 2 * head_size) from 0.32 on, with the keys in the first half of each row. The order in
-memory is another matter, and may differ from both.
+(blocks, kv heads, block_size, 2 * head_size) from 0.32 on, with the keys in the first half of each row. The order of
+these dimensions in memory is independent of the layout.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def keys_and_values(cache: Tensor, head_size: int, is_e4m3: bool) -> tuple[Tenso
 def write(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k_descale: Tensor, v_descale: Tensor
 ) -> None:
-    """Write token i to slot slots[i] = page * page_size + row. A negative slot is padding, and nothing is written.
+    """Write token i to slot slots[i] = page * page_size + row. A negative slot marks padding, which is not written.
 
     Args:
         key, value: (tokens or more, kv heads, head_size); tokens past the slots are padding.
-        k_cache, v_cache: those of `keys_and_values`. To an e4m3 cache values are written divided by their descales, and
-            cut to its largest number.
+        k_cache, v_cache: the views of `keys_and_values`. For an e4m3 cache, values are divided by their descale and
+            clamped to the largest number of the type.
         slots: (tokens,) int64.
         k_descale, v_descale: float32, of one element.
     """
