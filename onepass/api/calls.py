@@ -192,10 +192,11 @@ def _problem_of_shapes(function: str, arguments: dict[str, Any]) -> AttentionPro
     if missing:
         raise TypeError(f"{function}: expected q, k and v in every call, got none for {', '.join(missing)}")
     dtype = arguments.pop("dtype", None)
-    for name in ("q", "k", "v", "sinks", *_LENGTHS):
+    own_dtypes = dict.fromkeys(_LENGTHS, torch.int32) | {"alibi_slopes": torch.float32}
+    for name in ("q", "k", "v", "sinks", "bias", *own_dtypes):
         shape = arguments.get(name)
         if isinstance(shape, (tuple, list)):
-            arguments[name] = tensor_of_shape(name, shape, torch.int32 if name in _LENGTHS else dtype)
+            arguments[name] = tensor_of_shape(name, shape, own_dtypes.get(name, dtype))
     q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
     _refuse_unknown(function, arguments)
     return _problem_of(q, k, v, arguments)

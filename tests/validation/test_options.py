@@ -210,6 +210,26 @@ def test_one_call_to_come_needs_no_list():
     assert onepass.warmup(call, backend="tiled") == onepass.warmup([call], backend="tiled") == []
 
 
+SHAPES = {
+    "sinks": (4,),
+    "seqused_k": (2,),
+    "seqstart_k": (2,),
+    "key_ranges": (2, 1, 6, 2),
+    "q_positions": (1, 6),
+    "alibi_slopes": (4,),
+    "bias": (1, 4, 6, 6),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_tensor_of_a_call_to_come_may_be_a_shape(name):
+    """Its dtype is the one that a call would expect: warmup refuses a shape that the call would refuse."""
+    call = dict.fromkeys("qkv", (2, 6, 4, 16)) | {"dtype": torch.bfloat16}
+    assert onepass.warmup(call | {name: SHAPES[name]}, backend="tiled") == []
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        onepass.warmup(call | {name: (7, *SHAPES[name][1:])}, backend="tiled")
+
+
 def test_first_arguments_of_a_decode_call():
     for missing in ("q", "k_cache", "v_cache", "cache_seqlens"):
         for _ in range(2):  # even if an equal call has run before
