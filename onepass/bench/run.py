@@ -30,7 +30,7 @@ class Report(rows.Report):
     """The results file of case sets, with a summary of its rows."""
 
     def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"summary": summarise(self.rows)}
+        return super().to_dict() | {"summary": summarize(self.rows)}
 
     @property
     def wrong(self) -> list[Row]:
@@ -250,7 +250,7 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """One entry for each set and direction.
 
     Where time was measured, it has the geometric mean and the minimum of the speed ratio over each other contender and

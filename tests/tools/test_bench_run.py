@@ -138,7 +138,7 @@ def test_summary_has_geometric_mean_and_minimum():
             "speed_ratio_best_peer": ratio,
         }
 
-    summary = run.summarise([row("a", 0.5), row("b", 2.0), row("c", 4.0)])["s fwd"]
+    summary = run.summarize([row("a", 0.5), row("b", 2.0), row("c", 4.0)])["s fwd"]
     assert summary["cases"] == 3
     for name in ("sdpa", "best peer"):
         ratio = summary["speed_ratio"][name]

@@ -137,7 +137,7 @@ def test_summary(grid, tmp_path, capsys):
     for seqlen, ms in ((32, [4.0, 2.0, 1.0, 3.0]), (64, [4.0, 8.0, 8.0, 2.0])):
         times = {name: [each] for name, each in zip(no_errors, ms, strict=True)}
         results.add(grid.Cell(16, True, seqlen), times, no_errors, {}, {})
-    results.summarise()
+    results.summarize()
     text = capsys.readouterr().out
     assert "| head_dim | causal | 32 | 64 |" in text
     assert "| 16 | yes | 0 (2.00) | 0 (0.50) |" in text
@@ -374,7 +374,7 @@ def test_fp8(fp8_suite, tmp_path, capsys):
         ]
         (tmp_path / name).write_text(json.dumps({"rows": rows + fa3_rows}))
     capsys.readouterr()
-    assert fp8.main(["--summarise", *(str(tmp_path / name) for name in ("slow", "fast", "fast"))]) == 0
+    assert fp8.main(["--summarize", *(str(tmp_path / name) for name in ("slow", "fast", "fast"))]) == 0
     text = capsys.readouterr().out
     assert "from rows of e4m3: rows beside fa3, 3 runs" in text
     assert "all: geometric mean 1.000, least 1.000" in text

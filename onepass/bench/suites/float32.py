@@ -117,7 +117,7 @@ def run_grid(args: argparse.Namespace, configs: dict[str, ForwardConfigSm90], re
         chosen = {"onepass": dispatch.forward_config(dispatch.choose(problem).backend, problem)}
         results.add(cell, grid.time_in_turns(calls, args, seed=cell.seqlen), errors, chosen | configs, {})
         del q, k, v, calls, expected
-    results.summarise()
+    results.summarize()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -503,7 +503,7 @@ def run_grid(args: argparse.Namespace, report: Report) -> None:
         times = grid.time_in_turns(calls, args, seed=cell.seqlen)
         loads = {name: under_load(call) for name, call in calls.items()} if args.load else {}
         results.add(cell, times, errors, own, loads)
-    results.summarise()
+    results.summarize()
 
 
 def run_kernel(problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfigSm90) -> Tensor:

@@ -4,7 +4,7 @@
     python -m onepass.bench.suites.fp8 --no-check --cases 128c8192,256n512    # some cases only
     python -m onepass.bench.suites.fp8 --variants "n128 q2 t28 sums; 3wg n128 q2 t28 after" # also these configurations
     python -m onepass.bench.suites.fp8 --variants try                         # also the ones in VARIANTS
-    python -m onepass.bench.suites.fp8 --summarise a.json b.json c.json       # tables of the medians of several runs
+    python -m onepass.bench.suites.fp8 --summarize a.json b.json c.json       # tables of the medians of several runs
 
 Contenders, and what is in their time:
 
@@ -291,10 +291,10 @@ def run_grid(args: argparse.Namespace, report: Report) -> None:
             static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False)
         )
         results.add(cell, times, errors, {"onepass": default, "rows": in_rows} | own, loads)
-    summarise([args.out])
+    summarize([args.out])
 
 
-def summarise(paths: Sequence[Path]) -> None:
+def summarize(paths: Sequence[Path]) -> None:
     """Print the comparisons of `LIKE_FOR_LIKE`: for each case TFLOP/s and ratio, medians over the files' runs."""
     tflops: dict[grid.Cell, dict[str, list[float]]] = {}
     for path in paths:
@@ -371,11 +371,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     grid.add_arguments(parser, peers="fa3,fa3 columns,fa3 whole,rows,whole,bf16", out="fp8.json")
     parser.add_argument("--no-sums", action="store_true", help="do not measure sums of many keys")
-    parser.add_argument("--summarise", type=Path, nargs="+", help="results files of earlier runs: measure nothing")
+    parser.add_argument("--summarize", type=Path, nargs="+", help="results files of earlier runs: measure nothing")
     parser.add_argument("--variants", help="also check and time these: 'try', or configurations separated by ;")
     args = parser.parse_args(argv)
-    if args.summarise:
-        summarise(args.summarise)
+    if args.summarize:
+        summarize(args.summarize)
         return 0
     report = Report(describe(DEVICE) | {"suite": "fp8"}, args.out)
     print(report.header, flush=True)

@@ -182,7 +182,7 @@ class Results:
                 found["best variant"][cell] = max(ours.values()) / peer
         return found
 
-    def summarise(self) -> None:
+    def summarize(self) -> None:
         """Print onepass over the grid: TFLOP/s (ratio to the best peer), geometric mean and minimum of the ratios."""
         ratios = self.ratios()
         tflops = {cell: values["onepass"] for cell, values in self.by_cell().items() if "onepass" in values}

@@ -132,7 +132,7 @@ def run_grid(args: argparse.Namespace, rivals: dict[str, Contender], report: Rep
         times = grid.time_in_turns(calls, args, seed=cell.seqlen)
         loads = {name: under_load(call) for name, call in calls.items()} if args.load else {}
         results.add(cell, times, errors, configurations(case, args.variants), loads)
-    results.summarise()
+    results.summarize()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
