@@ -6,14 +6,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ..problem import Mask
-
-LayoutName = Literal["contiguous", "head_tail", "balanced", "cyclic"]
-LAYOUTS: tuple[LayoutName, ...] = ("contiguous", "head_tail", "balanced", "cyclic")
-CYCLIC_BLOCK = 256  # tokens; a cache grows by such blocks on one rank after another
-PIECES_PER_RANK = 16  # in the balanced layout; more pieces balance better, and travel as more messages
 
 
 class Run(NamedTuple):
@@ -80,56 +75,6 @@ class Layout:
             if first < end:
                 found.append(OwnedRun(first, end, run.rank, run.row + first - run.start))
         return found
-
-
-def make_layout(name: LayoutName, num_ranks: int, cu_seqlens: Sequence[int], mask: Mask) -> Layout:
-    """The layout of this name for sequences that begin at all offsets but the last."""
-    total = cu_seqlens[-1]
-    if name == "contiguous":
-        size = -(-total // num_ranks)  # as torch.chunk and DTensor cut it
-        cuts = [min(total, size * r) for r in range(num_ranks + 1)]
-        return Layout(tuple(_runs([(cuts[r], cuts[r + 1])]) for r in range(num_ranks)))
-    if name == "head_tail":
-        cuts = [_cut(total, 2 * num_ranks, i) for i in range(2 * num_ranks + 1)]
-        pairs = ((r, 2 * num_ranks - 1 - r) for r in range(num_ranks))
-        return Layout(tuple(_runs([(cuts[i], cuts[i + 1]) for i in pair]) for pair in pairs))
-    if name == "cyclic":
-        starts = range(0, total, CYCLIC_BLOCK)
-        blocks = [(start, min(start + CYCLIC_BLOCK, total)) for start in starts]
-        return Layout(tuple(_runs(blocks[r::num_ranks]) for r in range(num_ranks)))
-    return _balanced(num_ranks, cu_seqlens, mask)
-
-
-def _cut(total: int, count: int, index: int) -> int:
-    """Where piece `index` of `count` pieces of `total` tokens begins. Pieces differ in size by one token at most."""
-    return total * index // count
-
-
-def _runs(pieces: list[tuple[int, int]]) -> tuple[Run, ...]:
-    """Ascending runs, of which none is empty and no two touch."""
-    runs: list[Run] = []
-    for start, stop in sorted(pieces):
-        if start == stop:
-            continue
-        if runs and runs[-1].stop == start:
-            runs[-1] = Run(runs[-1].start, stop)
-        else:
-            runs.append(Run(start, stop))
-    return tuple(runs)
-
-
-def _balanced(num_ranks: int, cu_seqlens: Sequence[int], mask: Mask) -> Layout:
-    """Equal pieces, the heaviest first: each goes to the rank with the least work that still lacks pieces."""
-    total, count = cu_seqlens[-1], num_ranks * PIECES_PER_RANK
-    pieces = [(_cut(total, count, i), _cut(total, count, i + 1)) for i in range(count)]
-    work = [visible_pairs(Run(*piece), cu_seqlens, mask) for piece in pieces]
-    owned: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for i in sorted(range(count), key=lambda i: (-work[i], i)):
-        rank = min((r for r in range(num_ranks) if len(owned[r]) < PIECES_PER_RANK), key=lambda r: (load[r], r))
-        owned[rank].append(pieces[i])
-        load[rank] += work[i]
-    return Layout(tuple(_runs(pieces) for pieces in owned))
 
 
 # ---------------------------------------------------------------- what queries see

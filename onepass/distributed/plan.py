@@ -21,7 +21,8 @@ from ..validation.attention import checked_mask
 from ..validation.scalars import check_flag, check_int, check_real
 from . import agreement
 from .cost import Estimate, Hardware, estimate, report
-from .layout import LAYOUTS, LayoutName, Run, documents, make_layout
+from .layout import Run, documents
+from .layouts import LAYOUTS, LayoutName, make_layout
 from .routes import Route
 from .schedule import Schedule, Segment, Step, make_steps, steps_over_heads
 from .shards import Gather
@@ -260,8 +261,8 @@ def plan(
             engine.
         causal, window: the mask, as in `onepass.attention`.
         layout: "contiguous": each rank owns one run of tokens. "head_tail": rank r owns pieces r and 2 P - 1 - r of
-            2 P, which balances a causal mask. "balanced": each rank owns several pieces, with equal numbers of tokens
-            and nearly equal work. "cyclic": blocks of 256 tokens go to one rank after another, so that each shard is
+            2 P, which balances a causal mask. "balanced": the ranks own equal numbers of tokens with nearly equal
+            work, and sequences stay on one rank where that is possible, so that few keys travel. "cyclic": blocks of 256 tokens go to one rank after another, so that each shard is
             the beginning of the shard of a longer sequence: a cache grows evenly. None = the best for the engine.
         engine: "heads": each rank gets all queries and keys of some heads (all-to-all). "keys": each rank keeps its
             queries, and gathers the keys and values that they see. A divisor of the number of ranks: so many ranks

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
 from onepass import distributed
-from onepass.distributed import layout as layouts
+from onepass.distributed import layouts
 from onepass.testing.modifiers import NAMES, random_modifiers
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from rank_checks import HEADS, message_of, qkv
 
 from onepass import distributed
-from onepass.distributed import agreement
-from onepass.distributed import layout as layouts
+from onepass.distributed import agreement, layouts
 
 
 def shards(plan: Any, tokens: int) -> list[torch.Tensor]:
@@ -122,7 +121,7 @@ def rounds_of_new_plans(rank: int) -> tuple[int, int]:
 def plans_that_come_out_differently(rank: int) -> list[str]:
     """What ranks hear where arguments change the choice alone, and where a rank deals tokens in another way."""
     messages = [message_of(lambda: distributed.plan(64, causal=True, head_dim=64 * (1 + rank), **HEADS))]
-    layouts.PIECES_PER_RANK += rank
+    layouts.SLACK += 0.5 * rank
     messages.append(message_of(lambda: distributed.plan([0, 20, 64], layout="balanced", **HEADS)))
     return messages
 

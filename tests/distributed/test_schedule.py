@@ -8,7 +8,8 @@ import torch
 
 from onepass import distributed
 from onepass.distributed import cost
-from onepass.distributed.layout import LAYOUTS, Run, make_layout, most_keys, visible_keys, visible_pairs
+from onepass.distributed.layout import Run, most_keys, visible_keys, visible_pairs
+from onepass.distributed.layouts import LAYOUTS, make_layout
 from onepass.distributed.packed import make_tables
 from onepass.distributed.schedule import Schedule, make_steps, steps_over_heads
 from onepass.problem import Mask

@@ -88,7 +88,7 @@ def random_call(seed: int, dtype: torch.dtype = torch.float64, head_dims: tuple[
         "num_heads_q": heads,
         "num_heads_kv": kv_heads,
         "engine": rng.choice(["heads", "keys", MESH, None]),
-        "layout": rng.choice([None, None, *distributed.layout.LAYOUTS]),
+        "layout": rng.choice([None, None, *distributed.layouts.LAYOUTS]),
         "chunks": rng.choice([1, 2, 8, None]),
         "keep_gathered": given(0.3),
     }

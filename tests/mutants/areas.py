@@ -318,6 +318,7 @@ AREAS = (
                 (
                     "tests/distributed/test_schedule.py",
                     "tests/distributed/test_routes.py",
+                    "tests/distributed/test_layouts.py",
                     "tests/distributed/test_random_calls_on_ranks.py",
                     "tests/distributed/test_ranks.py",
                 ),
