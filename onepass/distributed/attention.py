@@ -17,7 +17,7 @@ from ..geometry import philox
 from . import checks, copies
 from .agreement import needs_gradient
 from .exchange import Pending, add_up, take_from_first, words
-from .local import LocalCalls, Options, TermGradients, Terms, accum_dtype, counts_rows
+from .local import LocalCalls, Options, OutRows, TermGradients, Terms, accum_dtype, counts_rows
 from .plan import ContextPlan
 from .schedule import Step
 from .shipments import Arrivals, KeyGradients, KeyReturn, QueryReturn, Shipment, send_keys, send_queries, start
@@ -154,8 +154,7 @@ class _Attention(torch.autograd.Function):
             received = iter(kept[len(Terms._fields) :])
             pipeline.received = list(zip(received, received, received, strict=True))
         dout = torch.zeros_like(out) if dout is None else dout
-        stats = row_stats(call, out, dout, lse, dlse)
-        dq, dk, dv, sums = pipeline.backward(rows_first(dout, plan), stats, ctx.has_gradient)
+        dq, dk, dv, sums = pipeline.backward(out_rows(call, out, dout, lse, dlse), ctx.has_gradient)
         found: list[Tensor | None] = [batch_first(t, plan) for t in (dq, dk, dv)]
         for total, t in zip(sums, (terms.sinks, terms.alibi_slopes, terms.bias), strict=True):
             if total is None:
@@ -177,13 +176,22 @@ def batch_first(t: Tensor, plan: ContextPlan) -> Tensor:
     return (t.squeeze(1) if plan.is_packed else t.transpose(0, 1)).contiguous()
 
 
-HEADS_AT_A_TIME = 8  # in `row_stats`, so that memory holds float32 copies of these heads alone
+HEADS_AT_A_TIME = 8  # in `out_rows`, so that memory holds float32 copies of these heads alone
 
 
-def row_stats(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """(rows, batch, heads, 2): lse, and the gradient of lse minus dout . out: all that a backward needs of out."""
+def out_rows(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+    """What a backward needs of out, as `OutRows.of` takes it, with rows first.
+
+    Args: lse: with rows first; all others: as the call has them.
+    """
     plan = call.plan
     out, dout = rows_first(out, plan), rows_first(dout, plan)
+    if dlse is not None:
+        dlse = dlse.t()[:, None] if plan.is_packed else dlse.permute(2, 0, 1)
+    if not queries_travel(plan):
+        found = {"dout": dout, "lse": lse, "out": out}
+        return found if dlse is None else {**found, "dlse": dlse}
+    # dout . out travels in place of out: one number in place of head_dim_v
     stats = lse.new_empty((*lse.shape, 2))
     stats[..., 0] = lse
     for first in range(0, lse.shape[2], HEADS_AT_A_TIME):
@@ -193,8 +201,13 @@ def row_stats(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor |
             delta = torch.where((out[:, :, heads] != 0).any(-1), delta, 0.0)
         stats[:, :, heads, 1] = -delta
     if dlse is not None:
-        stats[..., 1] += dlse.t()[:, None] if plan.is_packed else dlse.permute(2, 0, 1)
-    return stats
+        stats[..., 1] += dlse
+    return {"dout": dout, "stats": stats}
+
+
+def queries_travel(plan: ContextPlan) -> bool:
+    """Whether ranks compute rows of q that other ranks own."""
+    return any(step.width > 1 for step in plan.schedule.steps)
 
 
 class Pipeline:
@@ -256,8 +269,7 @@ class Pipeline:
     def _publish(self, rows: dict[str, Tensor]) -> None:
         """Let copy engines of other ranks read k and v, and the other rows, too, if ranks share queries in a step."""
         if self.copies is not None:
-            queries_travel = any(step.width > 1 for step in self.steps)
-            names = [name for name in rows if name in ("k", "v") or queries_travel]
+            names = [name for name in rows if name in ("k", "v") or queries_travel(self.plan)]
             layout = self.plan.schedule.layout
             counts = [layout.count(rank) for rank in range(layout.num_ranks)]
             found = self.copies.publish([rows[name] for name in names], counts)
@@ -280,7 +292,7 @@ class Pipeline:
     # ---------------------------------------------------------------- backward
 
     def backward(
-        self, dout: Tensor, stats: Tensor, has_gradient: tuple[bool, ...]
+        self, of_out: dict[str, Tensor], has_gradient: tuple[bool, ...]
     ) -> tuple[Tensor, Tensor, Tensor, TermGradients]:
         """dq, dk, dv, and the gradients of sinks, slopes and bias from this rank's computations."""
         given = self.call.terms.sinks, self.call.terms.alibi_slopes, self.call.terms.bias
@@ -292,10 +304,10 @@ class Pipeline:
         )
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in self.given)
         key_dtype = self.accum if self.plan.schedule.sums_keys() else self.dtype
-        dq_words, dout, stats = words(dq), words(dout), words(stats)
+        dq_words = words(dq)
         keys = KeyGradients(self.plan, dk, dv, key_dtype)
 
-        gradients = {"dout": dout, "stats": stats}
+        gradients = {name: words(t) if t.dim() == 4 else t for name, t in of_out.items()}
         self._publish(gradients if self.received[0] is not None else self._inputs() | gradients)
 
         def inputs_of(index: int) -> list[Shipment]:
@@ -305,19 +317,19 @@ class Pipeline:
         going: list[tuple[QueryReturn, KeyReturn, Pending]] = []
         arrivals = Arrivals(self.plan, inputs_of, self.copies)
         for i, step in enumerate(self.steps):
-            *tensors, rows_of_stats = arrivals.wait()
-            q, k, v, step_dout = (t.view(self.dtype) for t in tensors)
-            step_stats = rows_of_stats.view(self.accum)
+            tensors = arrivals.wait()
+            q, k, v = (t.view(self.dtype) for t in tensors[:3])
+            rows = {name: t.view(of_out[name].dtype) for name, t in zip(gradients, tensors[3:], strict=True)}
             arrivals.start_next()
             if q.shape[2]:
-                step_dq, *step_dkv = self.local(step).backward(q, k, v, step_dout, step_stats, sums)
+                step_dq, *step_dkv = self.local(step).backward(q, k, v, OutRows.of(rows), sums)
             else:
                 step_dq, *step_dkv = torch.empty_like(q), *(torch.empty_like(t, dtype=key_dtype) for t in (k, v))
             of_queries, of_keys = QueryReturn(self.plan, step, (step_dq,)), KeyReturn(self.plan, step, step_dkv)
             going.append((of_queries, of_keys, start(self.plan, q.device, of_queries, of_keys)))
             of_queries.write_own((dq_words,))
             of_keys.keep_own()
-            del q, k, v, tensors, rows_of_stats, step_dout, step_stats, step_dq, step_dkv
+            del q, k, v, tensors, rows, step_dq, step_dkv
             if i:
                 self._add(*going.pop(0), dq_words, keys)
         for last in going:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -69,6 +69,46 @@ class DenseCall(NamedTuple):
         return (self.runs[-1].stop - self.first_key) - self.keys.size
 
 
+class OutRows(NamedTuple):
+    """What a backward needs to know of out, for each row of q. Tensors have rows first.
+
+    Attributes:
+        dout: (rows, batch, heads, head_dim_v). lse: (rows, batch, heads).
+        dlse: the gradient of lse, like lse, or None for 0.
+        out: like dout. None: the backward runs as if it were 0, and dlse has - dout . out added to it.
+    """
+
+    dout: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    out: Tensor | None
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Tensor]) -> OutRows:
+        """The tensors by their names. "stats" stands for lse and dlse, in its last dimension, where out is unknown."""
+        if "stats" in rows:
+            lse, dlse = rows["stats"].unbind(-1)
+            return cls(rows["dout"], lse, dlse, None)
+        return cls(rows["dout"], rows["lse"], rows.get("dlse"), rows["out"])
+
+    @property
+    def known_out(self) -> Tensor:
+        return torch.zeros_like(self.dout) if self.out is None else self.out
+
+    def batch_first(self, rows: slice) -> OutRows:
+        """The tensors of some rows as a dense call has them."""
+        dout, out = (t[rows].transpose(0, 1) for t in (self.dout, self.known_out))
+        lse, dlse = (None if t is None else t[rows].permute(1, 2, 0) for t in (self.lse, self.dlse))
+        assert lse is not None
+        return OutRows(dout, lse, dlse, out)
+
+    def packed(self) -> OutRows:
+        """The tensors as a packed call has them."""
+        lse, dlse = (None if t is None else t[:, 0].t() for t in (self.lse, self.dlse))
+        assert lse is not None
+        return OutRows(self.dout[:, 0], lse, dlse, self.known_out[:, 0])
+
+
 class TermGradients(NamedTuple):
     """The sums of the gradients of terms, in the shapes of the terms, float32 or float64; None: the term has none."""
 
@@ -113,22 +153,16 @@ class LocalCalls:
         return out, lse
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, sums: TermGradients
+        self, q: Tensor, k: Tensor, v: Tensor, of_out: OutRows, sums: TermGradients
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv. dk and dv are in float32 where the plan adds up several of them.
 
-        The backend's backward gets out = 0, so that the gradient of lse alone says what is subtracted from dP.
-
-        Args:
-            stats: (rows, batch, heads, 2): lse, and the gradient of lse minus dout . out.
-            sums: the tensors that the gradients of terms are added to.
+        Args: sums: the tensors that the gradients of terms are added to.
         """
-        lse, dlse = stats.unbind(-1)
         key_dtype = accum_dtype(q.dtype) if self.sums_keys else k.dtype
         if self.plan.is_packed:
             inputs, mask = self._packed_inputs(q, k, v)
-            given = dout[:, 0], lse[:, 0].t(), dlse[:, 0].t()
-            dq, dk, dv, *terms = self._run_backward(inputs, mask, *given, sums)
+            dq, dk, dv, *terms = self._run_backward(inputs, mask, of_out.packed(), sums)
             self._add_terms(sums, terms, None)
             return dq[:, None], dk[:, None].to(key_dtype), dv[:, None].to(key_dtype)
         calls = self._dense_calls()
@@ -139,9 +173,7 @@ class LocalCalls:
         for call in calls:
             rows, keys = slice(*call.queries), slice(*call.keys)
             inputs, mask = self._dense_inputs(call, q, k, v)
-            own_lse, own_dlse = (t[rows].permute(1, 2, 0) for t in (lse, dlse))
-            own_dout = dout[rows].transpose(0, 1)
-            own_dq, own_dk, own_dv, *terms = self._run_backward(inputs, mask, own_dout, own_lse, own_dlse, sums)
+            own_dq, own_dk, own_dv, *terms = self._run_backward(inputs, mask, of_out.batch_first(rows), sums)
             self._add_terms(sums, terms, call)
             own_dq, own_dk, own_dv = (t.transpose(0, 1) for t in (own_dq, own_dk, own_dv))
             if is_whole:
@@ -303,9 +335,7 @@ class LocalCalls:
         self,
         inputs: Inputs,
         mask: Mask,
-        dout: Tensor,
-        lse: Tensor,
-        dlse: Tensor,
+        of_out: OutRows,
         sums: TermGradients,
     ) -> tuple:
         """dq, dk, dv, dsinks, dslopes and dbias, None where there is none."""
@@ -318,7 +348,8 @@ class LocalCalls:
         name = dispatch.require(problem, self.options.backend, None, device)
         module = dispatch.load_backward(name, problem)
         with without_autocast(problem.device_type):
-            found = module.gradients(problem, inputs, torch.zeros_like(dout), lse.contiguous(), dout, dlse.contiguous())
+            dlse = None if of_out.dlse is None else of_out.dlse.contiguous()
+            found = module.gradients(problem, inputs, of_out.out, of_out.lse.contiguous(), of_out.dout, dlse)
         dq, dk, dv, dsinks, *terms = (*found, None, None)[:6]
         return dq, dk, dv, (None if inputs.sinks is None else dsinks), *terms
 

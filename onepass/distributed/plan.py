@@ -260,10 +260,11 @@ def plan(
         head_dim: serves the estimate of costs alone; it is the same on all ranks, because it may change the choice of
             engine.
         causal, window: the mask, as in `onepass.attention`.
-        layout: "contiguous": each rank owns one run of tokens. "head_tail": rank r owns pieces r and 2 P - 1 - r of
-            2 P, which balances a causal mask. "balanced": the ranks own equal numbers of tokens with nearly equal
-            work, and sequences stay on one rank where that is possible, so that few keys travel. "cyclic": blocks of 256 tokens go to one rank after another, so that each shard is
-            the beginning of the shard of a longer sequence: a cache grows evenly. None = the best for the engine.
+        layout: "contiguous": each rank owns one run of tokens. "head_tail": rank r owns pieces r and 2 P - 1 - r of 2
+            P, which balances a causal mask. "balanced": the ranks own equal numbers of tokens with nearly equal work,
+            and sequences stay on one rank where that is possible, so that few keys travel. "cyclic": blocks of 256
+            tokens go to one rank after another, so that each shard is the beginning of the shard of a longer
+            sequence: a cache grows evenly. None = the best for the engine.
         engine: "heads": each rank gets all queries and keys of some heads (all-to-all). "keys": each rank keeps its
             queries, and gathers the keys and values that they see. A divisor of the number of ranks: so many ranks
             deal the heads among themselves, and gather keys from the others. None = the fastest by the estimate that

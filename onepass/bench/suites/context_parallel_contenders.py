@@ -18,9 +18,9 @@ from torch import Tensor
 import onepass
 from onepass import distributed
 
-from ...distributed.attention import Call, row_stats, rows_first
+from ...distributed.attention import Call, out_rows, rows_first
 from ...distributed.cost import Hardware, estimate
-from ...distributed.local import LocalCalls, Options, TermGradients, Terms
+from ...distributed.local import LocalCalls, Options, OutRows, TermGradients, Terms
 from ...distributed.plan import ContextPlan
 from ...distributed.shipments import Coming, send_keys, send_queries
 
@@ -126,8 +126,8 @@ class LocalWork:
             found = distributed.attention(*tensors[:3], plan, return_lse=True)
             assert not isinstance(found, Tensor)
             lse = found.lse.t()[:, None] if plan.is_packed else found.lse.permute(2, 0, 1)
-            stats = row_stats(Call(plan, options, terms), found.out, tensors[3], lse, None)
-            q, k, v, dout = (rows_first(t, plan) for t in tensors)
+            of_out = out_rows(Call(plan, options, terms), found.out, tensors[3], lse, None)
+            q, k, v = (rows_first(t, plan) for t in tensors[:3])
         self.steps = []
         for step in plan.schedule.steps:
             sent = [
@@ -135,17 +135,19 @@ class LocalWork:
                 *(send_keys(plan, step, t) for t in (k, v)),
             ]
             if has_backward:
-                sent += [send_queries(plan, step, t) for t in (dout, stats)]
+                sent += [send_queries(plan, step, t) for t in of_out.values()]
             buffers = Coming(plan, sent).wait()
             if buffers[0].shape[2]:
-                self.steps.append((LocalCalls(plan, step, options, terms), buffers))
+                rows = OutRows.of(dict(zip(of_out, buffers[3:], strict=True))) if has_backward else None
+                self.steps.append((LocalCalls(plan, step, options, terms), buffers[:3], rows))
 
     def __call__(self) -> None:
-        for calls, buffers in self.steps:
-            calls.forward(*buffers[:3])
-        if self.has_backward:
-            for calls, (q, k, v, dout, stats) in self.steps:
-                calls.backward(q, k, v, dout, stats, TermGradients(None, None, None))
+        for calls, tensors, _ in self.steps:
+            calls.forward(*tensors)
+        for calls, tensors, rows in self.steps:
+            if rows is not None:
+                q, k, v = tensors
+                calls.backward(q, k, v, rows, TermGradients(None, None, None))
 
 
 # ---------------------------------------------------------------- peers
