@@ -256,6 +256,31 @@ class KeyReturn(Return):
             is_view = [isinstance(rows.rows, slice) for rows in self.own_rows]
             self.own = [[t.clone() if view else t for t, view in zip(own, is_view, strict=True)] for own in self.own]
 
+    def own_sums(self, num_rows: int, heads: slice) -> list[Tensor] | None:
+        """This rank's own results as sums to which others are added.
+
+        Args: num_rows: the number of the rank's rows.
+        Returns: None unless the results have all of its rows and these heads.
+        """
+        has_all = sum(rows.size for rows in self.own_rows) == num_rows > 0
+        if not has_all or heads != self.heads_of(self.plan.rank):
+            return None
+        found = []
+        for own in self.own:
+            if len(own) == 1 and isinstance(self.own_rows[0].source_rows, slice):
+                found.append(own[0])
+                continue
+            found.append(own[0].new_empty((num_rows, *own[0].shape[1:])))
+            for rows, values in zip(self.own_rows, own, strict=True):
+                put(found[-1], rows.source_rows, values)
+        self.own = [[] for _ in self.own]
+        return found
+
+    def write_to(self, targets: Sequence[Tensor], received: Iterator[Tensor]) -> None:
+        """Write the gradients into words of all kv heads, where each of them comes from one rank."""
+        for number, rows, heads, values in self.arrived(received):
+            put(targets[number][:, :, heads], rows, words(values))
+
     def add_to(self, targets: Sequence[Tensor], first_head: int, received: Iterator[Tensor]) -> None:
         """Add the gradients to targets, in the order of the ranks, so that sums do not change from run to run.
 
@@ -279,15 +304,17 @@ def start(plan: ContextPlan, device: torch.device, *returns: Return) -> Pending:
 class KeyGradients:
     """dk and dv of this rank's keys, from what the steps send.
 
-    A kv head whose query heads are all in one step is rounded when the gradients of that step have arrived, so that
-    memory holds float32 sums of few heads. Where a kv head is divided among steps, the sums of all heads stay until the
-    last step.
+    Where the gradient of a key is no sum, it is written as it comes. Otherwise a kv head whose query heads are all in
+    one step is rounded when the gradients of that step have arrived, so that memory holds float32 sums of few heads.
+    Where a kv head is divided among steps, the sums of all heads stay until the last step.
 
     Args: dtype: the dtype of the sums.
     """
 
     def __init__(self, plan: ContextPlan, dk: Tensor, dv: Tensor, dtype: torch.dtype):
         self.plan, self.gradients, self.dtype = plan, (dk, dv), dtype
+        self.words = words(dk), words(dv)
+        self.are_sums = plan.schedule.sums_keys()
         self.steps_left = len(plan.schedule.steps)
         self.whole: list[Tensor] | None = None
         if any(step.heads % plan.schedule.qhead_per_kvhead for step in plan.schedule.steps):
@@ -301,8 +328,11 @@ class KeyGradients:
             if self.steps_left == 0:
                 self._round(self.whole, slice(None))
             return
+        if not self.are_sums:
+            returned.write_to(self.words, received)
+            return
         heads = self.plan.schedule.heads_kv_of_row(returned.step)
-        sums = self._zeros(heads.stop - heads.start)
+        sums = returned.own_sums(self.gradients[0].shape[0], heads) or self._zeros(heads.stop - heads.start)
         returned.add_to(sums, heads.start, received)
         self._round(sums, heads)
 
