@@ -22,6 +22,7 @@ from pathlib import Path
 
 import peer_device
 import pytest
+import torch
 
 LENGTHS = {"seqlen", "seqlen_q", "seqlen_k"}
 SPARE = 8  # times as many cases are chosen as are run, because tests skip some of their own combinations
@@ -180,6 +181,11 @@ def pytest_runtest_setup(item):
         item.module.range = lambda *args: builtins.range(
             *((min(args[0], repeats),) if len(args) == 1 and args[0] in REPEATS else args)
         )
+
+
+def pytest_runtest_teardown(item):
+    if item.config.getoption("peer_device") == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # other processes share the GPU
 
 
 # --- outcomes ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@
 FOLDER has the folders of docs/guide/peer_tests.md. Each process runs one test function with one seed on one GPU, since
 collecting a whole file makes half a million cases. Kernels are compiled by the process that needs them first. Cases
 that have ended according to the results file are not run again, so that several short runs on a machine add up.
+Processes share the memory of a GPU, and some cases need most of it: failures are tried again at the end, with two
+processes on a GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ ALONE = {("fa3", "test_flash_attn_race_condition")}
 # The ends of the names of the longest functions, which begin first.
 LONG = ("kvcache", "varlen_output", "output", "qkvpacked", "causal")
 FINAL = ("passed", "refused", "internal")  # a failure, for example for lack of memory, is tried again
+RETRIES = 2  # processes on a GPU that try failures again, at the end
+ENDED = {0, 1, 5}  # exit statuses of pytest: all cases passed, some failed, none was left to run
 
 
 class Job(NamedTuple):
@@ -43,6 +47,11 @@ class Job(NamedTuple):
     folder: str
     function: str
     seed: int
+    is_retry: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.folder, self.function, self.seed
 
     @property
     def is_alone(self) -> bool:
@@ -66,14 +75,17 @@ def jobs_of(tests: Path, seeds: list[int]) -> list[Job]:
 class Run:
     """Processes that are under way, and what they have written."""
 
-    def __init__(self, options: argparse.Namespace, rows: list[dict]):
-        self.options, self.rows, self.scratch = options, rows, Path(tempfile.mkdtemp())
+    def __init__(self, options: argparse.Namespace, rows: list[dict], ended: set[tuple[str, str, int]]):
+        self.options, self.rows, self.ended, self.scratch = options, rows, ended, Path(tempfile.mkdtemp())
         self.running: dict[subprocess.Popen, tuple[Job, int]] = {}
         self.num_gpus = torch.cuda.device_count()
 
     def done(self, job: Job) -> list[str]:
         """The cases of a job that have ended."""
         return [row["case"] for row in self.rows if self.is_of(row, job) and row["outcome"] in FINAL]
+
+    def has_failures(self, job: Job) -> bool:
+        return any(self.is_of(row, job) and row["outcome"] == "failed" for row in self.rows)
 
     def start(self, job: Job) -> None:
         load = collections.Counter(gpu for _, gpu in self.running.values())
@@ -103,7 +115,7 @@ class Run:
     def room_for(self, job: Job) -> bool:
         if job.is_alone:
             return len(self.running) < self.num_gpus and all(other.is_alone for other, _ in self.running.values())
-        return len(self.running) < self.options.workers
+        return len(self.running) < (RETRIES * self.num_gpus if job.is_retry else self.options.workers)
 
     def collect(self, process: subprocess.Popen) -> None:
         """Take over the outcomes of a process that has ended, or has been ended."""
@@ -113,6 +125,8 @@ class Run:
             row = {"tests": job.folder, "seed": job.seed} | json.loads(line)
             self.rows[:] = [r for r in self.rows if (r["tests"], r["seed"], r["case"]) != tuple(row.values())[:3]]
             self.rows.append(row)
+        if process.returncode in ENDED and not self.has_failures(job):
+            self.ended.add(job.key)
         end = self.path(job, "log").read_text().strip().splitlines()[-1:]
         print(f"{job.folder} {job.function} seed {job.seed}: {process.returncode} {end}", flush=True)
 
@@ -123,10 +137,11 @@ class Run:
             self.collect(process)
 
 
-def write(path: Path, header: dict, rows: list[dict]) -> None:
-    """Write a results file with a line for each case."""
-    lines = ",\n".join(map(json.dumps, rows))
-    path.write_text(f'{{"schema_version": {SCHEMA_VERSION}, "header": {json.dumps(header)}, "rows": [\n{lines}\n]}}\n')
+def write(path: Path, header: dict, rows: list[dict], ended: set[tuple[str, str, int]]) -> None:
+    """Write a results file with a line for each test function that has ended with a seed, and for each case."""
+    functions, lines = (",\n".join(map(json.dumps, found)) for found in (sorted(ended), rows))
+    start = f'{{"schema_version": {SCHEMA_VERSION}, "header": {json.dumps(header)}'
+    path.write_text(f'{start}, "ended": [\n{functions}\n], "rows": [\n{lines}\n]}}\n')
 
 
 def show(rows: list[dict]) -> None:
@@ -148,12 +163,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     started = time.monotonic()
-    rows = json.loads(options.results.read_text())["rows"] if options.results.exists() else []
-    run = Run(options, rows)
-    # A job with as many outcomes as cases were asked for has ended; to collect it again would take up to a minute.
-    waiting = [job for job in jobs_of(options.tests, options.seeds) if len(run.done(job)) < options.cases]
+    before = json.loads(options.results.read_text()) if options.results.exists() else {"rows": []}
+    rows, run = before["rows"], Run(options, before["rows"], {tuple(key) for key in before.get("ended", ())})
+    # to collect a test function again would take up to a minute
+    jobs = [job for job in jobs_of(options.tests, options.seeds) if job.key not in run.ended]
+    waiting, is_retrying = list(jobs), False
     try:
-        while (waiting or run.running) and time.monotonic() - started < options.seconds:
+        while time.monotonic() - started < options.seconds:
+            if not waiting and not run.running:
+                waiting = [job._replace(is_retry=True) for job in jobs if run.has_failures(job) and not is_retrying]
+                is_retrying = True
+                if not waiting:
+                    break
             while waiting and run.room_for(waiting[0]):
                 run.start(waiting.pop(0))
             for process in [p for p in run.running if p.poll() is not None]:
@@ -162,7 +183,7 @@ def main() -> None:
     finally:
         run.end()
         rows.sort(key=lambda row: (row["tests"], row["seed"], row["case"]))
-        write(options.results, describe("cuda") | {"cases": options.cases}, rows)
+        write(options.results, describe("cuda") | {"cases": options.cases}, rows, run.ended)
     print(f"not started: {len(waiting)} test functions")
     show(rows)
 

@@ -111,7 +111,10 @@ def test_a_run_goes_on_where_another_ended(outcomes, tmp_path):
 
 @pytest.mark.slow
 def test_processes_side_by_side(tmp_path, monkeypatch):
-    """Functions that need a GPU alone run last, all outcomes are in the file, and a second run changes nothing."""
+    """Functions that need a GPU alone run last, all outcomes are in the file, and a second run changes nothing.
+
+    Failures are tried again, once in a run. A function that has ended without one is not collected again.
+    """
     monkeypatch.syspath_prepend(str(HERE))
     import run_peer_tests
 
@@ -134,7 +137,14 @@ def test_processes_side_by_side(tmp_path, monkeypatch):
     ]
     results = tmp_path / "results.json"
     monkeypatch.setattr(sys, "argv", ["run", f"--tests={tmp_path}", f"--results={results}", "--workers=2", "--seeds=0"])
-    for _ in range(2):
+    start, started = run_peer_tests.Run.start, []
+    monkeypatch.setattr(run_peer_tests.Run, "start", lambda self, job: started.append(job) or start(self, job))
+    for before in (["test_b", "test_a"], ["test_b"]):
+        started.clear()
         run_peer_tests.main()
-        rows = json.loads(results.read_text())["rows"]
-        assert [(row["case"], row["outcome"]) for row in rows] == [("test_a", "passed"), ("test_b", "failed")]
+        found = json.loads(results.read_text())
+        outcomes = [(row["case"], row["outcome"]) for row in found["rows"]]
+        assert outcomes == [("test_a", "passed"), ("test_b", "failed")]
+        assert found["ended"] == [["fa4", "test_a", 0]]
+        jobs = [(job.function, job.is_retry) for job in started]
+        assert jobs == [*((name, False) for name in before), ("test_b", True)]
