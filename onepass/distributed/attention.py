@@ -226,6 +226,11 @@ class Pipeline:
         self.copies = copies.of(self.plan.group, self.plan.rank, q.device) if self.plan.transport == "copies" else None
         self.published: dict[str, list[Tensor]] = {}
 
+    @property
+    def is_one_step(self) -> bool:
+        """Whether one step computes all heads of this rank's own queries, so that its results are those of the call."""
+        return len(self.steps) == 1 and self.steps[0].width == 1
+
     def local(self, step: Step) -> LocalCalls:
         return LocalCalls(self.plan, step, self.call.options, self.call.terms)
 
@@ -233,31 +238,36 @@ class Pipeline:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """out (rows, batch, heads, head_dim_v) and lse (rows, batch, heads) of this rank's queries."""
+        self._publish(self._inputs())
+        arrivals = Arrivals(self.plan, self._inputs_of, self.copies)
+        if self.is_one_step:
+            return self._results(0, arrivals)
         q, _, v = self.given
         shape = *q.shape[:2], self.plan.schedule.num_heads_q
         out, lse = q.new_empty((*shape, v.shape[-1])), q.new_empty(shape, dtype=self.accum)
         targets = words(out), lse
         going: list[tuple[QueryReturn, Pending]] = []
-        self._publish(self._inputs())
-        arrivals = Arrivals(self.plan, self._inputs_of, self.copies)
         for i, step in enumerate(self.steps):
-            q, k, v = (t.view(self.dtype) for t in arrivals.wait())
-            arrivals.start_next()
-            if self.call.is_recorded and self.plan.keep_gathered:
-                self.received[i] = q, k, v
-            if q.shape[2]:
-                results = self.local(step).forward(q, k, v)
-            else:
-                results = q.new_empty((*q.shape[:3], out.shape[-1])), q.new_empty(q.shape[:3], dtype=self.accum)
-            returned = QueryReturn(self.plan, step, results)
+            results = self._results(i, arrivals)
+            returned = QueryReturn(self.plan, step, results, q.device)
             going.append((returned, start(self.plan, q.device, returned)))
             returned.write_own(targets)
-            del q, k, v, results  # freed before the next step's tensors are put together
+            del results  # freed before the next step's tensors are put together
             if i:  # the results of the step before had the time of this step to travel
                 self._write(*going.pop(0), targets)
         for last in going:
             self._write(*last, targets)
         return out, lse
+
+    def _results(self, index: int, arrivals: Arrivals) -> tuple[Tensor, Tensor]:
+        """out and lse of a step's rows and heads."""
+        q, k, v = (t.view(self.dtype) for t in arrivals.wait())
+        arrivals.start_next()
+        if self.call.is_recorded and self.plan.keep_gathered:
+            self.received[index] = q, k, v
+        if not q.shape[2]:
+            return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=self.accum)
+        return self.local(self.steps[index]).forward(q, k, v)
 
     @staticmethod
     def _write(returned: QueryReturn, pending: Pending, targets: tuple[Tensor, Tensor]) -> None:
@@ -302,9 +312,10 @@ class Pipeline:
                 for t, has in zip(given, has_gradient, strict=True)
             )
         )
-        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in self.given)
+        dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in self.given[1:])
+        dq = torch.empty_like(self.given[0], memory_format=torch.contiguous_format) if not self.is_one_step else None
         key_dtype = self.accum if self.plan.schedule.sums_keys() else self.dtype
-        dq_words = words(dq)
+        targets = () if dq is None else (words(dq),)
         keys = KeyGradients(self.plan, dk, dv, key_dtype)
 
         gradients = {name: words(t) if t.dim() == 4 else t for name, t in of_out.items()}
@@ -325,19 +336,25 @@ class Pipeline:
                 step_dq, *step_dkv = self.local(step).backward(q, k, v, OutRows.of(rows), sums)
             else:
                 step_dq, *step_dkv = torch.empty_like(q), *(torch.empty_like(t, dtype=key_dtype) for t in (k, v))
-            of_queries, of_keys = QueryReturn(self.plan, step, (step_dq,)), KeyReturn(self.plan, step, step_dkv)
+            if self.is_one_step:
+                dq = step_dq
+            of_queries = QueryReturn(self.plan, step, (step_dq,) if targets else (), q.device)
+            of_keys = KeyReturn(self.plan, step, step_dkv, q.device)
             going.append((of_queries, of_keys, start(self.plan, q.device, of_queries, of_keys)))
-            of_queries.write_own((dq_words,))
+            of_queries.write_own(targets)
             of_keys.keep_own()
             del q, k, v, tensors, rows, step_dq, step_dkv
             if i:
-                self._add(*going.pop(0), dq_words, keys)
+                self._add(*going.pop(0), targets, keys)
         for last in going:
-            self._add(*last, dq_words, keys)
+            self._add(*last, targets, keys)
+        assert dq is not None
         return dq, dk, dv, sums
 
     @staticmethod
-    def _add(of_queries: QueryReturn, of_keys: KeyReturn, pending: Pending, dq: Tensor, keys: KeyGradients) -> None:
+    def _add(
+        of_queries: QueryReturn, of_keys: KeyReturn, pending: Pending, targets: Sequence[Tensor], keys: KeyGradients
+    ) -> None:
         received = iter(pending.wait())
-        of_queries.write((dq,), received)
+        of_queries.write(targets, received)
         keys.add(of_keys, received)

@@ -220,11 +220,9 @@ class Return:
 class QueryReturn(Return):
     """Results of a step's queries."""
 
-    def __init__(self, plan: ContextPlan, step: Step, results: Sequence[Tensor]):
+    def __init__(self, plan: ContextPlan, step: Step, results: Sequence[Tensor], device: torch.device):
         results = [words(t) if t.dim() == 4 else t for t in results]  # lse has no head_dim
-        super().__init__(
-            plan, plan.query_route(step, results[0].device), results, lambda rank: plan.schedule.heads_q(step, rank)
-        )
+        super().__init__(plan, plan.query_route(step, device), results, lambda rank: plan.schedule.heads_q(step, rank))
 
     def write_own(self, targets: Sequence[Tensor]) -> None:
         """Write this rank's own results into tensors of all heads, and release the results of the step."""
@@ -243,11 +241,9 @@ class QueryReturn(Return):
 class KeyReturn(Return):
     """Gradients of a step's keys, and of its values."""
 
-    def __init__(self, plan: ContextPlan, step: Step, gradients: Sequence[Tensor]):
+    def __init__(self, plan: ContextPlan, step: Step, gradients: Sequence[Tensor], device: torch.device):
         self.step = step
-        super().__init__(
-            plan, plan.key_route(step, gradients[0].device), gradients, lambda rank: plan.schedule.heads_kv(step, rank)
-        )
+        super().__init__(plan, plan.key_route(step, device), gradients, lambda rank: plan.schedule.heads_kv(step, rank))
 
     def keep_own(self) -> None:
         """Release the step's results, which have been packed for other ranks; keep copies of this rank's own rows."""
