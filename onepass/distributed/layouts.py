@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -35,7 +36,7 @@ def make_layout(name: LayoutName, num_ranks: int, cu_seqlens: Sequence[int], mas
         starts = range(0, total, CYCLIC_BLOCK)
         blocks = [(start, min(start + CYCLIC_BLOCK, total)) for start in starts]
         return Layout(tuple(_runs(blocks[r::num_ranks]) for r in range(num_ranks)))
-    return _balanced(num_ranks, cu_seqlens, mask)
+    return _balanced(num_ranks, tuple(cu_seqlens), mask)
 
 
 def _cut(total: int, count: int, index: int) -> int:
@@ -59,7 +60,8 @@ def _runs(pieces: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
 # ---------------------------------------------------------------- balanced
 
 
-def _balanced(num_ranks: int, cu_seqlens: Sequence[int], mask: Mask) -> Layout:
+@lru_cache(maxsize=8)  # a plan tries several engines and numbers of steps with the same layout
+def _balanced(num_ranks: int, cu_seqlens: tuple[int, ...], mask: Mask) -> Layout:
     """The layout whose slowest rank needs the least time, by its work and the keys that it receives, of several."""
     found = {_Division(num_ranks, cu_seqlens, mask).make(num_divided): None for num_divided in (0, 1, num_ranks)}
     return min(found, key=lambda layout: slowest(layout, cu_seqlens, mask))

@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import pytest
 
+from onepass import distributed
+from onepass.distributed import layouts
 from onepass.distributed.layout import Layout, visible_pairs
 from onepass.distributed.layouts import SLACK, make_layout
 from onepass.distributed.schedule import Schedule, Step
@@ -76,3 +78,10 @@ def test_long_sequences_are_divided():
     owners = [{run.rank for run in layout.owned(start, stop)} for start, stop in pairwise(offsets)]
     assert owners[0] == {0, 1}
     assert all(len(ranks) == 1 for ranks in owners[1:])
+
+
+def test_a_plan_deals_tokens_once():
+    """Packed sequences are other ones in each step of training, so that plans are made often."""
+    layouts._balanced.cache_clear()
+    distributed.plan([0, 3000, 5000], num_ranks=4, num_heads_q=8, num_heads_kv=8, causal=True)
+    assert layouts._balanced.cache_info().misses == 1
