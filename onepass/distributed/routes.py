@@ -16,7 +16,7 @@ from .exchange import alike, copy
 from .packed import to_device
 from .schedule import Piece
 
-FEW_PIECES = 4  # so many pieces between two ranks are copied one by one
+FEW_PIECES = 8  # so many pieces between two ranks are copied one by one
 
 Selection = slice | Tensor  # a run of rows, or the numbers of rows, int64, without repetition
 
@@ -49,6 +49,10 @@ class Route(NamedTuple):
     incoming: list[Rows]
     outgoing: list[tuple[int, list[Rows]]]
     travels: bool
+
+    def is_own(self, rank: int, count: int) -> bool:
+        """Whether the buffer would be a copy of this rank's own rows. Args: count: the number of these."""
+        return self.pieces == [Piece(rank, 0, 0, count)]
 
     @classmethod
     def of(cls, pieces_of_ranks: Sequence[list[Piece]], rank: int, device: torch.device) -> Route:

@@ -51,7 +51,7 @@ class Shipment(NamedTuple):
 
     def rows(self, rank: int, received: Iterator[Tensor]) -> Tensor:
         """The rows that this rank computes with. Args: received: its next tensors are those of `expected`."""
-        if self.route is None:
+        if self.route is None or self.route.is_own(rank, self.own.shape[0]):
             return self.own
         buffer = self.buffer()
         for rows in self.route.incoming:
@@ -79,16 +79,17 @@ class Coming:
 class Reading:
     """Rows that copy engines read from other ranks."""
 
-    def __init__(self, reader: copies.Copies, shipments: Sequence[Shipment]):
+    def __init__(self, rank: int, reader: copies.Copies, shipments: Sequence[Shipment]):
         self._rows: list[Tensor] = []
         pairs: list[tuple[Tensor, Tensor]] = []
         for shipment in shipments:
-            if shipment.published is None or shipment.route is None:
+            route = shipment.route
+            if shipment.published is None or route is None or route.is_own(rank, shipment.own.shape[0]):
                 self._rows.append(shipment.own)
                 continue
             buffer = shipment.buffer()
             self._rows.append(buffer)
-            for piece in shipment.route.pieces:
+            for piece in route.pieces:
                 rows = shipment.published[piece.source][piece.source_row : piece.source_row + piece.rows]
                 pairs.append((buffer[piece.row : piece.row + piece.rows], rows))
         self._wait = reader.read(pairs)
@@ -123,7 +124,8 @@ class Arrivals:
         if index is not None:
             shipments = self._inputs_of(index)
             reader = self._reader
-            self._coming.append(Coming(self._plan, shipments) if reader is None else Reading(reader, shipments))
+            plan = self._plan
+            self._coming.append(Coming(plan, shipments) if reader is None else Reading(plan.rank, reader, shipments))
 
     def wait(self) -> list[Tensor]:
         """The next step's buffers, filled."""

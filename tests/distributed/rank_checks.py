@@ -342,6 +342,31 @@ def operations(rank: int, tokens: int) -> tuple[int, int, int]:
     return len(plan.local_runs), forward.count, backward.count
 
 
+def copied_keys(rank: int) -> list[bool]:
+    """Whether k of each call of this rank is a copy, where sequences are whole, and where one of them is divided."""
+    found: list[bool] = []
+    right = local.LocalCalls.forward
+
+    def watching(self: Any, q: Any, k: Any, v: Any) -> Any:
+        found.append(k.untyped_storage().data_ptr() != leaves[1].untyped_storage().data_ptr())
+        return right(self, q, k, v)
+
+    local.LocalCalls.forward = watching
+    try:
+        for offsets in ([0, 32, 64], [0, 48, 64]):
+            plan = distributed.plan(offsets, causal=True, engine="keys", chunks=1, **HEADS)
+            leaves = [plan.shard(t[0], 0).requires_grad_() for t in qkv(64, 8, 4)]
+            whole = onepass.attention_varlen(
+                *(t[0] for t in qkv(64, 8, 4)),
+                **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor(offsets, dtype=torch.int32)),
+                causal=True,
+            )
+            torch.testing.assert_close(plan.unshard(distributed.attention(*leaves, plan), 0), whole)
+    finally:
+        local.LocalCalls.forward = right
+    return found
+
+
 # ---------------------------------------------------------------- faults
 
 

@@ -75,9 +75,14 @@ def test_rows_that_are_read_are_not_sent():
         assert read == 0
 
 
+def test_own_keys_are_not_copied():
+    """A rank that computes with its own keys alone gets them as they are."""
+    assert run_ranks(2, rank_checks.copied_keys) == [[False, True]] * 2
+
+
 def test_many_runs_take_no_more_operations():
     """The number of operations does not grow with the runs, since each copy takes the host 10 us."""
-    counts = [run_ranks(2, rank_checks.operations, tokens) for tokens in (4096, 16384)]
+    counts = [run_ranks(2, rank_checks.operations, tokens) for tokens in (8192, 32768)]
     for (runs, *few), (more_runs, *many) in zip(*counts, strict=True):
         assert more_runs == 4 * runs
         assert many == few
