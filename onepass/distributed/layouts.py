@@ -16,8 +16,8 @@ LAYOUTS: tuple[LayoutName, ...] = ("contiguous", "head_tail", "balanced", "cycli
 CYCLIC_BLOCK = 256  # tokens; a cache grows by such blocks on one rank after another
 EXCHANGES = 4  # for each rank, at most, to even out the work
 SLACK = 0.02  # how much a rank's work may differ from the mean, as a share of it
-# Visible pairs of a head that take as long as the row of k and v that travels for it. At 250 GB/s a row of 512 bytes
-# takes 2 ns. A Hopper GPU computes 300 pairs of 8 query heads, or 2600 pairs of one, in this time.
+# The visible pairs of a kv head that take as long to compute as a row of k and v takes to travel. At 250 GB/s, 512
+# bytes take 2 ns. A Hopper GPU computes 300 pairs of a group of 8 query heads in this time, and 2600 pairs of one head.
 PAIRS_OF_A_ROW = 1000
 
 
@@ -94,7 +94,7 @@ class _Division:
         self.work = [self.pairs(run) for run in self.sequences]
         self.tokens = [_cut(total, num_ranks, r + 1) - _cut(total, num_ranks, r) for r in range(num_ranks)]
         self.mean_tokens, self.mean_work = max(total / num_ranks, 1.0), max(sum(self.work) / num_ranks, 1.0)
-        self.missing = [self.mean_work] * num_ranks  # of the work; self.tokens counts those that a rank still lacks
+        self.missing = [self.mean_work] * num_ranks  # the work that each rank still lacks, as self.tokens its tokens
         self.owned: list[list[Run]] = [[] for _ in range(num_ranks)]
 
     def pairs(self, run: Run) -> int:
@@ -162,9 +162,8 @@ class _Division:
         for _ in range(EXCHANGES * len(self.owned)):
             ranks = range(len(self.owned))
             most, least = min(ranks, key=lambda r: self.missing[r]), max(ranks, key=lambda r: self.missing[r])
-            if max(-self.missing[most], self.missing[least]) <= SLACK * self.mean_work or not self._exchange(
-                most, least
-            ):
+            is_even = max(-self.missing[most], self.missing[least]) <= SLACK * self.mean_work
+            if is_even or not self._exchange(most, least):
                 return
 
     def _exchange(self, most: int, least: int) -> bool:
@@ -178,9 +177,9 @@ class _Division:
         dense_start, sparse_start = self._is_heavier_at_start(dense), not self._is_heavier_at_start(sparse)
 
         def gain(count: int) -> int:
-            return self.pairs(_cut_off(dense, count, dense_start)[0]) - self.pairs(
-                _cut_off(sparse, count, sparse_start)[0]
-            )
+            given, _ = _cut_off(dense, count, dense_start)
+            taken, _ = _cut_off(sparse, count, sparse_start)
+            return self.pairs(given) - self.pairs(taken)
 
         low, high = 0, min(dense.size, sparse.size)
         while low < high:
