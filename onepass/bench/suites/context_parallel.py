@@ -241,29 +241,34 @@ def step_of(contender: Contender, case: ContextCase, tensors: Sequence[Tensor]) 
     return both, sum(t.nbytes for t in (q, k, v, dout))
 
 
-def captured(work: Work) -> Work:
-    """A function that replays a CUDA graph of one call. It returns the graph's tensors."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = work()
+class Captured:
+    """A CUDA graph of one call. Calling it replays the graph, and returns the graph's tensors.
 
-    def replay() -> Any:
-        graph.replay()
-        return found
+    Attributes:
+        work: kept because the graph reads its inputs. Capturing another graph gives freed memory back to the driver.
+    """
 
-    return replay
+    def __init__(self, work: Work):
+        self.work = work
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                work()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.found = work()
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.found
 
 
 def prepare(contender: Contender, case: ContextCase, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> Prepared:
     """Check a contender, and measure its memory, on this rank. Only the contender's own calls send messages here."""
     work, input_bytes = step_of(contender, case, tensors)
     if contender.is_captured:
-        work = captured(work)
+        work = Captured(work)
     prepared = Prepared(work, contender.surroundings)
     with contender.surroundings():
         found = work()
