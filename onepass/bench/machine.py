@@ -26,6 +26,7 @@ PEER_PACKAGES = (
     "triton",
     "ring-flash-attn",
     "yunchang",
+    "vllm",
 )
 
 

@@ -129,23 +129,44 @@ class _Traffic:
         rows, heads = self.rows(step), self.heads(step, rank)
         return rows.queries[rank].get(rank, 0) * heads[0], rows.keys[rank].get(rank, 0) * heads[1]
 
+    def is_whole(self, step: Step) -> bool:
+        """Whether a step's results are those of the call, which need not be copied."""
+        return step.width == 1 and len(self.schedule.steps) == 1
+
     def copied_forward(self, step: Step, rank: int) -> int:
         """Bytes of rows that are copied: q, k and v into messages and buffers, out into messages and its place."""
         queries, keys, sent_queries, sent_keys = self.sums(step, rank)
         own_queries, own_keys = self.own_sums(step, rank)
         element = self.head_dim * self.itemsize
-        buffers = sent_queries + queries + (own_queries if step.width > 1 else 0) + 2 * (sent_keys + keys + own_keys)
-        return (buffers + queries + sent_queries + own_queries) * element
+        buffers = 2 * (sent_keys + keys + (own_keys if keys else 0))  # own keys alone are used where they are
+        if step.width > 1:
+            buffers += sent_queries + queries + own_queries
+        results = 0 if self.is_whole(step) else queries + sent_queries + own_queries
+        return (buffers + results) * element
 
     def copied_backward(self, step: Step, rank: int) -> int:
-        """Bytes of rows that a backward copies: q, k and v unless they are kept; gradients of out, q, k and v."""
+        """Bytes of rows that a backward copies: q, k and v unless they are kept; gradients of out, q, k and v.
+
+        Where queries travel, it also reads out and its gradient, in the time of a copy of one of them.
+        """
         queries, keys, sent_queries, sent_keys = self.sums(step, rank)
         own_queries, own_keys = self.own_sums(step, rank)
         element = self.head_dim * self.itemsize
-        before = sent_queries + queries + (own_queries if step.width > 1 else 0)
-        sums = 2 * (keys + 2 * own_keys + 2 * sent_keys) * self.key_element
-        found = before * element + sums + (queries + sent_queries + own_queries) * element
-        return found + (0 if self.keep_gathered else (before + 2 * (sent_keys + keys + own_keys)) * element)
+        before = sent_queries + queries + own_queries if step.width > 1 else 0
+        dots = own_queries + sent_queries if step.width > 1 else 0
+        results = 0 if self.is_whole(step) else queries + sent_queries + own_queries
+        found = (before + dots + results) * element
+        sums = keys + own_keys + sent_keys
+        if self.schedule.sums_keys():  # they are added up, and then rounded
+            sums += own_keys + sent_keys
+        found += 2 * sums * self.key_element
+        return found + (0 if self.keep_gathered else self._copied_again(before, step, rank) * element)
+
+    def _copied_again(self, queries: int, step: Step, rank: int) -> int:
+        """Rows of q, k and v that a backward receives once more, like the forward. Args: queries: those of q."""
+        _, keys, _, sent_keys = self.sums(step, rank)
+        _, own_keys = self.own_sums(step, rank)
+        return queries + 2 * (sent_keys + keys + (own_keys if keys else 0))
 
     def forward(self, step: Step, rank: int) -> tuple[int, int]:
         queries, keys, own_queries, _ = self.sums(step, rank)

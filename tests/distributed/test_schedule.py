@@ -222,10 +222,31 @@ def test_bytes_that_are_copied():
     assert not plan.schedule.sums_keys()
     # rows of q, k and v go into messages, and those that came or stayed into buffers; out goes the same ways back
     assert traffic.copied_forward(step, 0) == 3 * 12 + 12
-    # q, k, v and the gradient of out are copied like this, and dq is like out; sums of dk and dv are read and written
-    assert traffic.copied_backward(step, 0) == 4 * 12 + 12 + 2 * (4 + 8 + 8)
+    # q, k, v and the gradient of out are copied like this; dq, dk and dv go back; out is read for 4 rows of two heads
+    assert traffic.copied_backward(step, 0) == 4 * 12 + 3 * 12 + 8
     slow = distributed.Hardware(copying=48 / 100.0, latency=0.0, step=0.0, backward_step=0.0)
     assert cost.estimate(plan.schedule, 1, slow, batch=1).forward_seconds > 100
+
+
+def test_results_and_keys_that_are_not_copied():
+    """With "keys" no rows of q are copied. Without a mask both ranks need all keys, with documents only their own."""
+    sizes = {"num_ranks": 2, "num_heads_q": 2, "num_heads_kv": 2, "engine": "keys"}
+
+    def copied(tokens, chunks):
+        schedule = distributed.plan(tokens, chunks=chunks, **sizes).schedule
+        traffic = cost._Traffic(schedule, head_dim=1, itemsize=1)
+        return [
+            sum(copy(step, 0) for step in schedule.steps) for copy in (traffic.copied_forward, traffic.copied_backward)
+        ]
+
+    rows = 2 * 4  # of two heads
+    # k and v: own rows go into a message, all rows into a buffer; dk and dv, in 4 bytes, go back and are added up
+    keys, sums = 2 * 3 * rows, 2 * (rows + 2 * rows + 2 * rows) * 4
+    assert copied(8, 1) == [keys, keys + sums]
+    # two steps: out and dq are written to their place
+    assert copied(8, 2) == [keys + rows, keys + rows + sums]
+    # documents that stay on their rank: dk and dv are kept and rounded
+    assert copied([0, 4, 8], 1) == [0, 2 * 2 * rows * 4]
 
 
 def test_pipeline():

@@ -156,7 +156,7 @@ def show(rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", type=Path, required=True, help="the folder with the folders fa2, fa3 and fa4")
-    parser.add_argument("--results", type=Path, required=True, help="JSON file: read if it exists, written at the end")
+    parser.add_argument("--results", type=Path, required=True, help="JSON file to go on with")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=3600, help="after this time, what still runs is ended")
     parser.add_argument("--cases", type=int, default=40, help="cases of each function and seed")
@@ -168,6 +168,14 @@ def main() -> None:
     # to collect a test function again would take up to a minute
     jobs = [job for job in jobs_of(options.tests, options.seeds) if job.key not in run.ended]
     waiting, is_retrying = list(jobs), False
+    header = describe("cuda") | {"cases": options.cases}
+
+    def save() -> None:
+        rows.sort(key=lambda row: (row["tests"], row["seed"], row["case"]))
+        write(options.results, header, rows, run.ended)
+
+    # what limits this program's time may end it so
+    before_this = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         while time.monotonic() - started < options.seconds:
             if not waiting and not run.running:
@@ -179,11 +187,12 @@ def main() -> None:
                 run.start(waiting.pop(0))
             for process in [p for p in run.running if p.poll() is not None]:
                 run.collect(process)
+                save()
             time.sleep(0.2)
     finally:
         run.end()
-        rows.sort(key=lambda row: (row["tests"], row["seed"], row["case"]))
-        write(options.results, describe("cuda") | {"cases": options.cases}, rows, run.ended)
+        save()
+        signal.signal(signal.SIGTERM, before_this)
     print(f"not started: {len(waiting)} test functions")
     show(rows)
 

@@ -75,11 +75,22 @@ def test_tokens_from_an_e4m3_cache(folder):
 def test_bench(tmp_path):
     """The program that measures tokens a second, on a small model: on a CPU both run, and their tokens agree."""
     path = tmp_path / "vllm.json"
-    assert (
-        vllm_bench.main(["--small", "--requests=1,3", "--prompt=40", "--new=6", "--repeats=1", f"--json={path}"]) == 0
-    )
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["requests"] for row in rows] == [1, 3]
-    for row in rows:
-        assert row["same_tokens"] == 1.0
-        assert min(row["ratio"], row["onepass tokens/s"], row["FLASH_ATTN tokens/s"]) > 0
+    assert vllm_bench.main(["--small", "--repeats=2", "--rounds=2", f"--out={path}"]) == 0
+    content = json.loads(path.read_text())
+    assert (content["status"], content["header"]["new_tokens"]) == ("complete", 6)
+    assert [row["requests"] for row in content["rows"]] == [1, 3]
+    for row in content["rows"]:
+        assert row["agreement"] == {"onepass, FLASH_ATTN": {"same": 1.0, "agreeing": None, "largest_gap": 0.0}}
+        assert all(len(seconds) == 4 and min(seconds) > 0 for seconds in row["seconds"].values())
+        assert row["ratio"] > 0
+
+
+def test_bench_measures_how_far_differing_tokens_are_apart():
+    likely = [{"3": -0.5, "4": -0.6}, {"7": -0.1, "8": -2.0}]
+    ours = {"tokens": [[3, 7], [3, 7], [3, 7]], "likely": [likely] * 3}
+    same, tie, far = [3, 7], [4, 9], [3, 8]
+    found = [vllm_bench.agreement(ours, others) for others in ([same] * 3, [same, tie, same], [same, tie, far])]
+    assert found[0] == {"same": 1.0, "agreeing": None, "largest_gap": 0.0}
+    assert found[1] == {"same": 0.667, "agreeing": 0, "largest_gap": 0.1}
+    assert found[2] == {"same": 0.333, "agreeing": 0.5, "largest_gap": 1.9}
+    assert vllm_bench.agreement(ours, [[3, 9], tie, far])["largest_gap"] is None

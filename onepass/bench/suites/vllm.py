@@ -1,28 +1,43 @@
 """Tokens per second of vLLM with onepass and with vLLM's own attention, on one model and the same requests.
 
-    python -m onepass.bench.suites.vllm --json FILE
+    python -m onepass.bench.suites.vllm --out FILE                 # on a GPU, beside vLLM's FLASH_ATTN
+    python -m onepass.bench.suites.vllm --small                    # on a CPU, to see that it runs
 
-Each backend runs in a process of its own, because vLLM chooses once per process. The model is a Llama with random
-weights of a fixed seed. Requests of one batch differ in length. They are greedy, so the backends' tokens are compared:
-`same_tokens` is the share of requests whose tokens agree to the end (in 16 bits two tokens may be equally likely).
+The model is a Llama with random weights of a fixed seed. A case such as "16x1024" is 16 requests that arrive at once:
+their prompts are random tokens, the longest 1024 and the shortest half of that. All are greedy, for --new tokens.
+
+Each backend serves in a process of its own, since vLLM chooses one per process. The processes take turns, --rounds
+times, and each serves all cases --repeats times after a run that is not timed. A row has, for each backend, the seconds
+of every timed run and tokens per second by their median, prompts included. "ratio" is onepass's rate to the best
+other's. The header's "ready_s" has the seconds after which each process had its engine.
+
+The run that is not timed compares the tokens of each two backends ("agreement"). `same` is the share of requests whose
+tokens agree to the end. The others agree for some tokens; `agreeing` is the median of how many. At the first one that
+differs both have seen the same tokens, and one backend's log-probability of its own token exceeds that of the other's
+by at most `largest_gap`. A gap as small as the rounding of the logits is a tie. None says that the other token was not
+among the five most likely. With three backends or more the pairs without onepass show how far vLLM's own backends
+depart from each other.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..rows import Report, Row
+
 MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
     "hidden_size": 2048,
     "intermediate_size": 5632,
     "num_hidden_layers": 8,
@@ -31,105 +46,220 @@ MODEL = {
     "head_dim": 128,
     "vocab_size": 32000,
     "max_position_embeddings": 65536,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.05,
-    "torch_dtype": "bfloat16",
+    "initializer_range": 0.05,  # tokens that depend on what came before
 }
 SMALL = MODEL | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "torch_dtype": "float32"}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
 OURS, CHILD = "onepass", "ONEPASS_BENCH_VLLM"
+CASES, SMALL_CASES = "1x1024,16x1024,128x1024,1x32768,16x32768", "1x40,3x40"
+SERVED = "served.json"
+LIKELY = 5  # tokens whose log-probabilities are kept
+
+
+@dataclass(frozen=True)
+class ServedCase:
+    """Requests that arrive at once.
+
+    Attributes:
+        requests: how many.
+        prompt: tokens of the longest prompt.
+    """
+
+    requests: int
+    prompt: int
+
+    @classmethod
+    def parse(cls, text: str) -> ServedCase:
+        """From "16x1024". Raises: argparse.ArgumentTypeError for another form."""
+        try:
+            requests, prompt = (int(part) for part in text.split("x"))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected REQUESTSxTOKENS such as 16x1024, got {text!r}") from None
+        return cls(requests, prompt)
+
+    @property
+    def label(self) -> str:
+        return f"{self.requests}x{self.prompt}"
+
+    def prompts(self, vocabulary: int) -> list[dict[str, list[int]]]:
+        """Prompts of random tokens, as vLLM takes them."""
+        import torch
+
+        generator = torch.Generator().manual_seed(self.requests)
+        lengths = torch.linspace(self.prompt, self.prompt // 2, self.requests).int().tolist()
+        return [{"prompt_token_ids": torch.randint(1, vocabulary, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", default="FLASH_ATTN", help="vLLM's own backends, separated by commas")
+    parser.add_argument("--cases", help="such as 1x1024,16x1024")
+    parser.add_argument("--new", type=int, help="new tokens of each request (256, with --small 6)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each case in a process")
+    parser.add_argument("--rounds", type=int, default=1, help="processes of each backend, in turns")
+    parser.add_argument("--dtype", default="auto", help="as vLLM takes it; auto is bfloat16, with --small float32")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as vLLM takes it, for example fp8")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs and torch.compile")
+    parser.add_argument("--small", action="store_true", help="a model for a CPU")
+    parser.add_argument("--out", type=Path, help="results file, JSON")
+    options = parser.parse_args(arguments)
+    texts = options.cases or (SMALL_CASES if options.small else CASES)
+    try:
+        options.cases = [ServedCase.parse(text) for text in texts.split(",")]
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--cases: {error}")
+    options.new = options.new or (6 if options.small else 256)
+    options.model = SMALL if options.small else MODEL
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: the exit status, 1 if a backend did not run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", default="FLASH_ATTN", help="vLLM's own backends, separated by commas")
-    parser.add_argument("--requests", default="1,16,128", help="requests at a time")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the longest prompt; the shortest has half")
-    parser.add_argument("--new", type=int, default=256, help="new tokens of each request")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each number of requests; the best counts")
-    parser.add_argument("--small", action="store_true", help="a model for a CPU")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    options = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
     if CHILD in os.environ:
-        print(json.dumps(serve(options)))
-        return 0
+        return serve_for_parent(options, Path(os.environ[CHILD]))
+    from ..machine import describe
+
+    header = describe("cpu" if options.small else "cuda") | {"model": options.model, "new_tokens": options.new}
+    header |= {"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype}
+    header |= {"cuda_graphs": not (options.eager or options.small)}
+    report = Report(header, options.out)
     names = [OURS, *options.backends.split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SMALL if options.small else MODEL))
-        found = {
-            name: run_in_process(name, folder, arguments if arguments is not None else sys.argv[1:]) for name in names
-        }
-    rows = compared(found)
-    for row in rows:
-        print(" ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"model": SMALL if options.small else MODEL, "rows": rows}, indent=1) + "\n")
-    return 0 if all(found.values()) else 1
+    found: dict[str, dict[str, Any]] = {}
+    ready: dict[str, list[float]] = {}
+    report.header["ready_s"] = ready
+    with report.recording(), tempfile.TemporaryDirectory() as temporary:
+        make_model(options, folder := Path(temporary))
+        for turn in range(options.rounds):
+            for name in names[:: -1 if turn % 2 else 1]:
+                served = serve_in_process(name, folder, arguments)
+                if served:
+                    print(f"{name} is ready after {served['ready_s']} s", flush=True)
+                    ready.setdefault(name, []).append(served["ready_s"])
+                    found[name] = merged(found.get(name), served)
+            report.rows = [compared(case, options.new, found) for case in options.cases]
+            report.save()
+        for row in report.rows:
+            print(" ".join(f"{key}={value}" for key, value in row.items() if key != "seconds"), flush=True)
+    return report.exit_status(len(found) == len(names))
 
 
-def run_in_process(name: str, folder: str, arguments: Sequence[str]) -> dict[str, Any]:
+def make_model(options: argparse.Namespace, folder: Path) -> None:
+    """Save the model with random weights, in float32 for a CPU."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cpu" if options.small else "cuda"):
+        model: Any = LlamaForCausalLM(LlamaConfig(**options.model))
+    model.to(torch.float32 if options.small else torch.bfloat16).save_pretrained(folder)
+    del model
+    if not options.small:
+        torch.cuda.empty_cache()
+
+
+def serve_in_process(name: str, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """What `serve` returns in a process of its own with this backend; empty if the process fails."""
-    environment = {**os.environ, CHILD: folder, "ONEPASS_VLLM": str(int(name == OURS)), "VLLM_LOGGING_LEVEL": "WARNING"}
+    environment = {**os.environ, CHILD: str(folder), "ONEPASS_VLLM": str(int(name == OURS))}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; without it vLLM's CPU platform takes most memory
     environment["ONEPASS_BENCH_VLLM_BACKEND"] = "CUSTOM" if name == OURS else name
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     if done.returncode:
-        print(f"{name} failed: {done.stderr[-2000:]}", flush=True)
+        print(f"{name} failed: {done.stdout[-4000:]}", flush=True)
         return {}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads((folder / SERVED).read_text())
 
 
-def serve(options: argparse.Namespace) -> dict[str, Any]:
-    """By the number of requests, seconds and tokens of the backend that the environment names."""
+def serve_for_parent(options: argparse.Namespace, folder: Path) -> int:
+    """Leave what `serve` returns in the folder. Returns: the exit status."""
+    (folder / SERVED).write_text(json.dumps(serve(options, folder)))
+    return 0
+
+
+def serve(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Serve all cases with the backend that the environment names.
+
+    Returns: "ready_s", the seconds until the engine is ready; "cases", by label, with the "seconds" of each timed run,
+    and of each request the "tokens" and the log-probabilities of the "likely" tokens at each step.
+    """
     import torch
     from vllm import LLM, SamplingParams
 
-    engine: dict[str, Any] = {"model": os.environ[CHILD], "load_format": "dummy", "skip_tokenizer_init": True}
-    engine |= {"max_model_len": options.prompt + options.new, "enable_prefix_caching": False, "seed": 0}
+    longest = max(case.prompt for case in options.cases)
+    engine: dict[str, Any] = {"model": str(folder), "skip_tokenizer_init": True, "seed": 0}
+    engine |= {"max_model_len": longest + options.new, "max_num_seqs": max(case.requests for case in options.cases)}
+    engine |= {"enable_prefix_caching": False, "enforce_eager": options.eager}
+    engine |= {"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype}
     if torch.cuda.is_available():
         engine["attention_backend"] = os.environ["ONEPASS_BENCH_VLLM_BACKEND"]
     else:
         engine |= {"enforce_eager": True, "block_size": 32}
+    start = time.perf_counter()
     model = LLM(**engine)
-    sampling = SamplingParams(temperature=0, max_tokens=options.new, detokenize=False, ignore_eos=True)
-    found: dict[str, Any] = {}
-    for number in (int(n) for n in options.requests.split(",")):
-        generator = torch.Generator().manual_seed(number)
-        lengths = torch.linspace(options.prompt // 2, options.prompt, number).int().tolist()
-        high = 500 if options.small else 30000
-        prompts = [torch.randint(1, high, (n,), generator=generator).tolist() for n in lengths]
-        requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+    found: dict[str, Any] = {"ready_s": round(time.perf_counter() - start, 1), "cases": {}}
+    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": options.new, "detokenize": False, "ignore_eos": True}
+    for case in options.cases:
+        requests: Any = case.prompts(options.model["vocab_size"])
+        results = model.generate(requests, SamplingParams(**sampling, logprobs=LIKELY), use_tqdm=False)
+        outputs = [result.outputs[0] for result in results]
         seconds = []
-        for _ in range(1 + options.repeats):
+        for _ in range(options.repeats):
             start = time.perf_counter()
-            results = model.generate(requests, sampling, use_tqdm=False)
-            seconds.append(time.perf_counter() - start)
-        tokens = [list(result.outputs[0].token_ids) for result in results]
-        found[str(number)] = {"seconds": min(seconds[1:]), "tokens": tokens}
+            model.generate(requests, SamplingParams(**sampling), use_tqdm=False)
+            seconds.append(round(time.perf_counter() - start, 4))
+        found["cases"][case.label] = {
+            "seconds": seconds,
+            "tokens": [list(output.token_ids) for output in outputs],
+            "likely": [[{t: p.logprob for t, p in step.items()} for step in output.logprobs] for output in outputs],
+        }
     return found
 
 
-def compared(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each number of requests: tokens per second of each backend, the ratio of ours to the best other."""
-    rows = []
-    for number in next((served for served in found.values() if served), {}):
-        rates = {
-            name: len(served[number]["tokens"]) * len(served[number]["tokens"][0]) / served[number]["seconds"]
-            for name, served in found.items()
-            if served
-        }
-        row: dict[str, Any] = {"requests": int(number)} | {f"{n} tokens/s": round(rate, 1) for n, rate in rates.items()}
-        others = {name: rate for name, rate in rates.items() if name != OURS}
-        if OURS in rates and others:
-            best = max(others, key=others.__getitem__)
-            pairs = list(zip(found[OURS][number]["tokens"], found[best][number]["tokens"], strict=True))
-            row["ratio"] = round(rates[OURS] / others[best], 3)
-            row["same_tokens"] = round(sum(mine == theirs for mine, theirs in pairs) / len(pairs), 3)
-        rows.append(row)
-    return rows
+def merged(earlier: dict[str, Any] | None, served: dict[str, Any]) -> dict[str, Any]:
+    """What two processes of a backend found: the seconds of both, the tokens of the first."""
+    if earlier is None:
+        return served
+    for label, case in earlier["cases"].items():
+        case["seconds"] += served["cases"][label]["seconds"]
+    return earlier
+
+
+def compared(case: ServedCase, new_tokens: int, found: dict[str, dict[str, Any]]) -> Row:
+    """The row of a case. Args: found: by backend, what `serve` returns."""
+    served = {name: backend["cases"][case.label] for name, backend in found.items()}
+    tokens = case.requests * new_tokens
+    rates = {name: round(tokens / statistics.median(of["seconds"]), 1) for name, of in served.items()}
+    row: Row = {"case": case.label, "requests": case.requests, "prompt": case.prompt, "tokens_per_s": rates}
+    row["seconds"] = {name: of["seconds"] for name, of in served.items()}
+    others = {name: rate for name, rate in rates.items() if name != OURS}
+    if OURS in rates and others:
+        best = max(others, key=others.__getitem__)
+        row["ratio"] = round(rates[OURS] / others[best], 3)
+    pairs = itertools.combinations(served, 2)
+    row["agreement"] = {f"{a}, {b}": agreement(served[a], served[b]["tokens"]) for a, b in pairs}
+    return row
+
+
+def agreement(one: dict[str, Any], others: list[list[int]]) -> Row:
+    """How tokens of two backends agree. Args: one: of a case, from `serve`. others: the other backend's tokens."""
+    gaps: list[float | None] = []
+    agreeing = []
+    for mine, theirs, likely in zip(one["tokens"], others, one["likely"], strict=True):
+        if mine != theirs:
+            step = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+            of_mine, of_theirs = (likely[step].get(str(pair[step])) for pair in (mine, theirs))
+            gaps.append(None if of_theirs is None else round(of_mine - of_theirs, 4))
+            agreeing.append(step)
+    known = [gap for gap in gaps if gap is not None]
+    return {
+        "same": round(1 - len(gaps) / len(others), 3),
+        "agreeing": statistics.median(agreeing) if agreeing else None,
+        "largest_gap": None if len(known) < len(gaps) else max(known, default=0.0),
+    }
 
 
 if __name__ == "__main__":
