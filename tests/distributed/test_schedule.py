@@ -214,6 +214,21 @@ def test_the_number_of_steps_is_chosen():
     assert len(distributed.plan(2**15, chunks=16, **sizes).schedule.steps) == 16
 
 
+def test_a_plan_without_training_is_the_fastest_forward():
+    sizes = {"num_ranks": 2, "num_heads_q": 32, "num_heads_kv": 32, "causal": True}
+    engines = {}
+    for training in (True, False):
+        plan = distributed.plan(16384, training=training, **sizes)
+        engines[training] = plan.engine
+        costs = {found.engine: found.costs for found in plan.candidates()}
+        best = min(costs, key=lambda engine: costs[engine].seconds if training else costs[engine].forward_seconds)
+        assert plan.engine == best
+        assert "chosen" in next(line for line in plan.describe().splitlines() if line.startswith(f"{best} "))
+    assert engines == {True: "heads", False: "keys"}
+    with pytest.raises(TypeError, match="training: expected"):
+        distributed.plan(8, training=1, **sizes)
+
+
 def test_bytes_that_are_copied():
     """Two ranks of 4 tokens and a head each: a rank sends, receives and keeps 4 rows of each tensor."""
     plan = distributed.plan(8, num_ranks=2, num_heads_q=2, num_heads_kv=2, engine="heads", chunks=1)

@@ -85,6 +85,7 @@ def onepass_contenders(case: ContextCase, device: torch.device) -> tuple[list[Co
             head_dim=case.head_dim,
             engine=engine,
             transport=transport,
+            training=case.has_backward,
             **case.mask_options,
         )
 
