@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from ..api import attention as api
 from ..api.attention import AttentionOutput, autocast_inputs
 from ..geometry import philox
+from ..ops.autocast import without_autocast
 from . import checks, copies
 from .agreement import needs_gradient
 from .exchange import Pending, add_up, take_from_first, words
@@ -211,9 +212,10 @@ def dots(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     In 16 bits on a GPU, tensor cores multiply all heads of a row by each other, and the diagonal is kept. That reads a
     and b once: 0.07 ms for 8192 rows of 32 heads of 128 on an H100, where copies in float32 take 0.49 ms.
     """
-    if not a.is_cuda or a.element_size() != 2:
-        return torch.linalg.vecdot(a.to(dtype), b.to(dtype))
-    products = torch.bmm(a.flatten(0, 1), b.flatten(0, 1).mT, out_dtype=dtype)
+    with without_autocast(a.device.type):
+        if not a.is_cuda or a.element_size() != 2:
+            return torch.linalg.vecdot(a.to(dtype), b.to(dtype))
+        products = torch.bmm(a.flatten(0, 1), b.flatten(0, 1).mT, out_dtype=dtype)
     return products.diagonal(dim1=1, dim2=2).unflatten(0, a.shape[:2])
 
 

@@ -6,6 +6,14 @@ import torch
 from onepass.distributed.attention import dots
 
 
+def test_dots_in_a_backward_under_autocast():
+    a, b = torch.randn(2, 5, 1, 4, 64).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):  # it would round vecdot's operands and results
+        found = dots(a, b, torch.float32)
+    assert found.dtype == torch.float32
+    assert (found - (a.double() * b.double()).sum(-1)).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("heads", [slice(0, 16), slice(16, 20)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dots_by_a_product_of_all_heads_of_a_row(dtype, heads, monkeypatch):
