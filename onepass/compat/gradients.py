@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..api.steps import Steps
+from ..ops.autocast import without_autocast
 from ..validation import tensors
 
 Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -53,7 +54,8 @@ def into_buffers(found: tuple[Tensor, ...], inputs: tuple[Tensor, ...], buffers:
 
 def row_sums(dout: Tensor, out: Tensor) -> Tensor:
     """The float32 sums of dout * out over head_dim, (batch, num_heads, seqlen_q) or (num_heads, total_q)."""
-    return torch.linalg.vecdot(dout.float(), out.float()).transpose(-1, -2)
+    with without_autocast(out.device.type):
+        return torch.linalg.vecdot(dout.float(), out.float()).transpose(-1, -2)
 
 
 def padded_rows(sums: Tensor, length: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..api.steps import Steps
 from ..geometry import philox
+from ..ops.autocast import without_autocast
 from ..problem import AttentionProblem
 from ..validation.scalars import LARGEST_BLOCK, check_int
 
@@ -109,7 +110,7 @@ def _signed(
     """
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k, dtype = k.shape[1], q.dtype
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(q.device.type):
         accum = problem.accum_dtype
         q, k = (x.to(accum).transpose(1, 2) for x in (q, k))
         scores = (q * problem.softmax_scale) @ k.repeat_interleave(problem.qhead_per_kvhead, 1).mT

@@ -110,6 +110,23 @@ def test_probabilities_of_the_forward():
         fa._flash_attn_forward(q, k, v, *by_position({}), True)
 
 
+def test_float32_results_under_autocast():
+    """softmax_d and the scores of S_dmask are computed in float32, whatever autocast is on."""
+    q, k, v = (t.bfloat16() for t in dense())
+    found = {}
+    for is_on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            torch.manual_seed(1)
+            out, lse, probabilities, state = fa._flash_attn_forward(q, k, v, *by_position({"dropout_p": 0.3}), True)
+            buffers = [torch.empty_like(t) for t in (q, k, v)]
+            arguments = *by_position({"dropout_p": 0.3}), False, state
+            softmax_d = fa._flash_attn_backward(q, q, k, v, out, lse, *buffers, *arguments)
+        found[is_on] = probabilities, softmax_d, *buffers
+    for plain, under_autocast in zip(found[False], found[True], strict=True):
+        assert plain.dtype == under_autocast.dtype
+        assert torch.equal(plain, under_autocast)
+
+
 def test_left_padding_and_used_lengths_of_packed_keys():
     q, k, v = packed()
     starts, used = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([5, 8], dtype=torch.int32)
