@@ -1,10 +1,13 @@
 """The suite context_parallel: small cases on ranks of a CPU, and what its rows say."""
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -72,7 +75,7 @@ def _scaled(found):
 def test_graphs_are_timed_beside_calls(one_rank, monkeypatch):
     """A CUDA graph of each of onepass's calls is a contender with the shares of the call."""
     names = []
-    monkeypatch.setattr(suite, "captured", lambda work: names.append(work) or work)
+    monkeypatch.setattr(suite, "Captured", lambda work: names.append(work) or work)
     args = argparse.Namespace(activity=False, graphs=True, rounds=1, sample_ms=0.1, peers=0, out=None)
     row = suite.measure(suite.ContextCase("causal", 4, 2, 20, "fwd", 16), args, one_rank)
     engines = {"onepass heads", "onepass keys"}
@@ -80,6 +83,23 @@ def test_graphs_are_timed_beside_calls(one_rank, monkeypatch):
     assert len(names) == 2
     for name in engines:
         assert row["contenders"][f"{name}, graph"]["own_calls_ms"] == row["contenders"][name]["own_calls_ms"]
+
+
+def test_a_graph_keeps_the_tensors_that_it_reads(monkeypatch):
+    """Without them a replay reads memory that capturing another graph has given back."""
+    replays = []
+    graph = types.SimpleNamespace(replay=lambda: replays.append(1))
+    fakes = {"Stream": lambda: None, "synchronize": lambda: None, "CUDAGraph": lambda: graph}
+    fakes |= dict.fromkeys(("stream", "graph"), lambda of: contextlib.nullcontext())
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    q = torch.ones(2)
+    is_alive = weakref.ref(q)
+    captured = suite.Captured(lambda q=q: q + 1)
+    del q
+    assert torch.equal(captured(), torch.full((2,), 2.0))
+    assert len(replays) == 1
+    assert is_alive() is not None
 
 
 def test_cases():
