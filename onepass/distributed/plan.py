@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import socket
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,13 +25,13 @@ from .cost import Estimate, Hardware, estimate, report
 from .layout import Run, documents
 from .layouts import LAYOUTS, LayoutName, make_layout
 from .routes import Route
-from .schedule import Schedule, Segment, Step, make_steps, steps_over_heads
+from .schedule import Schedule, Segment, Step, make_steps, steps_over_heads, with_short_ends
 from .shards import Gather
 
 Engine = Literal["heads", "keys"] | int
 Transport = Literal["messages", "copies"]
 CHUNKS = (16, 8, 4, 2, 1)  # from which `plan` chooses
-AS_FAST = 1.02  # a greater number of steps, whose buffers are smaller, may take this factor longer
+AS_FAST = 1.02  # steps whose largest one is smaller, and so its buffers, may take this factor longer
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,9 +271,10 @@ def plan(
             queries, and gathers the keys and values that they see. A divisor of the number of ranks: so many ranks
             deal the heads among themselves, and gather keys from the others. None = the fastest by the estimate that
             `describe` shows.
-        chunks: about how many steps the heads are cut into, so that messages of one step travel while another one is
-            computed, and only three steps need memory. None = at most 16: the greatest number that is within 2 % of the
-            fastest one by the estimate.
+        chunks: about how many equal steps the heads are cut into, so that messages of one step travel while another one
+            is computed, and only three steps need memory. None = at most 16, of which the first and the last may be
+            shorter: of the ways that are within 2 % of the fastest by the estimate, the one whose largest step is the
+            smallest.
         training: True chooses by the time of a forward and a backward, False by the time of a forward alone. Gradients
             work either way.
         keep_gathered: keep received q, k and v until the backward instead of receiving them again.
@@ -417,27 +419,36 @@ class Wanted(NamedTuple):
 
     def candidate(self, width: int) -> Candidate:
         """The schedule in which `width` ranks share queries."""
-        counts = (1,) if self.num_ranks == 1 else CHUNKS if self.chunks is None else (self.chunks,)
         rows: dict = {}
-        found: dict[tuple[Step, ...], Candidate] = {}
+        found = [self._candidate(width, steps, rows) for steps in self._ways_to_cut(width)]
+        found.sort(key=lambda candidate: max(step.width * step.heads for step in candidate.schedule.steps))
+        fastest = min(map(self.seconds, found))
+        return next(candidate for candidate in found if self.seconds(candidate) <= AS_FAST * fastest)
+
+    def _ways_to_cut(self, width: int) -> list[tuple[Step, ...]]:
+        """The steps among which `plan` chooses. Those in short steps need the least memory."""
+        counts = (1,) if self.num_ranks == 1 else CHUNKS if self.chunks is None else (self.chunks,)
+        group = self.num_heads_q // self.num_heads_kv
+        found: dict[tuple[Step, ...], None] = {}
         for chunks in counts:
             steps = make_steps(self.num_ranks, self.num_heads_q, self.num_heads_kv, width, chunks)
-            if steps not in found:
-                found[steps] = self._candidate(width, chunks, steps, rows)
-        fastest = min(map(self.seconds, found.values()))
-        return next(candidate for candidate in found.values() if self.seconds(candidate) <= AS_FAST * fastest)
+            found[steps] = None
+            if self.chunks is None:
+                for middle, has_short_end in itertools.product((1, 2), (False, True)):
+                    found[with_short_ends(steps, group, middle, has_short_end)] = None
+        return list(found)
 
     def seconds(self, candidate: Candidate) -> float:
         """The time by which candidates are compared."""
         return candidate.costs.seconds if self.training else candidate.costs.forward_seconds
 
-    def _candidate(self, width: int, chunks: int, steps: tuple[Step, ...], rows: dict) -> Candidate:
+    def _candidate(self, width: int, steps: tuple[Step, ...], rows: dict) -> Candidate:
         name = self.layout or _best_layout(steps, self.num_ranks, self.is_packed, self.mask)
         layout = make_layout(name, self.num_ranks, self.cu_seqlens, self.mask)
         schedule = Schedule(layout, self.cu_seqlens, self.mask, self.num_heads_q, self.num_heads_kv, steps)
         engine: Engine = "heads" if width == self.num_ranks else "keys" if width == 1 else width
         costs = estimate(schedule, self.head_dim, self.hardware, keep_gathered=self.keep_gathered, rows=rows)
-        return Candidate(engine, name, schedule, chunks, costs)
+        return Candidate(engine, name, schedule, self.chunks or len(steps), costs)
 
 
 def _offsets(tokens: Any) -> tuple[tuple[int, ...], bool]:

@@ -97,6 +97,26 @@ def make_steps(num_ranks: int, num_heads_q: int, num_heads_kv: int, width: int, 
     return tuple(steps)
 
 
+def with_short_ends(steps: tuple[Step, ...], group: int, middle: int, has_short_end: bool) -> tuple[Step, ...]:
+    """Equal steps of which all but the first, and if wanted the last, are joined into `middle` larger ones.
+
+    The messages of the first step, and the results of the last, have no computing to hide behind, so these are best
+    short. The computing itself is faster in few calls.
+
+    Args: group: query heads of a kv head.
+    Returns: the steps as they are if they are no equal steps of whole kv heads, or too few.
+    """
+    inner = steps[1 : len(steps) - has_short_end]
+    are_equal = all(step[::2] == steps[0][::2] for step in steps)
+    if len(inner) <= middle or not are_equal or steps[0].heads % group:
+        return steps
+    found = [steps[0]]
+    for i in range(middle):
+        joined = inner[len(inner) * i // middle : len(inner) * (i + 1) // middle]
+        found.append(joined[0]._replace(heads=sum(step.heads for step in joined)))
+    return (*found, *steps[len(steps) - has_short_end :])
+
+
 def steps_over_heads(num_ranks: int, num_heads_q: int, num_heads_kv: int, chunks: int) -> tuple[Step, ...]:
     """Steps in which every rank has all queries, also where some ranks then have fewer heads than others."""
     group = num_heads_q // num_heads_kv

@@ -24,6 +24,11 @@ def test_random_calls(num_ranks, first):
     run_ranks(num_ranks, whole_calls.check, list(range(first, first + CALLS)))
 
 
+@pytest.mark.parametrize(("num_ranks", "first"), [(2, 5000), pytest.param(4, 5100, marks=pytest.mark.slow)])
+def test_steps_with_short_ends(num_ranks, first):
+    run_ranks(num_ranks, whole_calls.check, list(range(first, first + CALLS // 2)), True)
+
+
 @pytest.mark.parametrize(("num_ranks", "first"), [(3, 4000), pytest.param(4, 4100, marks=pytest.mark.slow)])
 def test_rows_that_are_read(num_ranks, first):
     run_ranks(num_ranks, rank_checks.read_rows, list(range(first, first + CALLS // 2)))

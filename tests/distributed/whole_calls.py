@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import onepass
 from onepass import distributed
+from onepass.distributed.schedule import with_short_ends
 
 INT32 = torch.int32
 MESH = "mesh"  # stands for an engine of two or three ranks, if that divides the number of ranks
@@ -30,6 +31,7 @@ class WholeCall:
     tensors: dict[str, Tensor]
     plan: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
+    has_short_ends: bool = False  # whether the plan's steps are joined to unequal ones
 
     @property
     def is_packed(self) -> bool:
@@ -39,22 +41,30 @@ class WholeCall:
         """The call with its tensors on a device."""
         tensors = {name: t.to(device) for name, t in self.tensors.items()}
         options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.options.items()}
-        return WholeCall(tensors, self.plan, options)
+        return replace(self, tensors=tensors, options=options)
 
     def in_float64(self) -> WholeCall:
         tensors = {name: t.double() for name, t in self.tensors.items()}
         options = {name: x.double() if name in ("sinks", "bias") else x for name, x in self.options.items()}
-        return WholeCall(tensors, self.plan, options)
+        return replace(self, tensors=tensors, options=options)
 
     @property
     def text(self) -> str:
         shapes = {name: tuple(t.shape) for name, t in self.tensors.items()}
         options = {name: tuple(x.shape) if isinstance(x, Tensor) else x for name, x in self.options.items()}
-        return f"{shapes} {self.plan} {options}"
+        return f"{shapes} {self.plan} {options} short ends: {self.has_short_ends}"
 
 
-def random_call(seed: int, dtype: torch.dtype = torch.float64, head_dims: tuple[int, int] | None = None) -> WholeCall:
-    """A call with a random subset of everything that `onepass.distributed.attention` takes."""
+def random_call(
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    head_dims: tuple[int, int] | None = None,
+    short_ends: bool = False,
+) -> WholeCall:
+    """A call with a random subset of everything that `onepass.distributed.attention` takes.
+
+    Args: short_ends: 16 query heads in unequal steps.
+    """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
 
@@ -66,6 +76,8 @@ def random_call(seed: int, dtype: torch.dtype = torch.float64, head_dims: tuple[
 
     kv_heads = rng.choice([1, 1, 2, 3, 5, 8])
     heads = kv_heads * rng.choice([1, 1, 2, 3])
+    if short_ends:
+        kv_heads, heads = rng.choice([(16, 16), (16, 16), (8, 16)])
     batch, head_dim, head_dim_v = rng.choice([1, 2]), 8, rng.choice([8, 4])
     head_dim, head_dim_v = head_dims or (head_dim, head_dim_v)
     is_packed = given(0.4)
@@ -125,7 +137,9 @@ def random_call(seed: int, dtype: torch.dtype = torch.float64, head_dims: tuple[
         options["bias"] = normal(*sizes)
     if given(0.2):
         options["dropout_p"] = rng.choice([0.1, 0.5])
-    return WholeCall(tensors, plan, options)
+    if short_ends:
+        plan["chunks"] = 8
+    return WholeCall(tensors, plan, options, short_ends)
 
 
 def _lengths(tokens: Any, batch: int) -> list[int]:
@@ -177,6 +191,11 @@ def on_ranks(call: WholeCall, group: Any = None) -> dict[str, Tensor]:
     in_rows = next((n for n in (2, 3) if n < num_ranks and num_ranks % n == 0), 1)
     arguments = call.plan | ({"engine": in_rows} if call.plan.get("engine") == MESH else {})
     plan = distributed.plan(group=group, **arguments)
+    if call.has_short_ends:
+        equal = plan.schedule.steps
+        steps = with_short_ends(equal, plan.schedule.qhead_per_kvhead, 1, True)
+        assert steps != equal or num_ranks == 1 or len(equal) < 4
+        plan = replace(plan, schedule=replace(plan.schedule, steps=steps), _kept={})
     tokens_dim, lse_dim = (0, 1) if call.is_packed else (1, 2)
     leaves = leaves_of(call, {name: plan.shard(t, tokens_dim) for name, t in call.tensors.items()})
     options = call.options | {name: leaves[name] for name in WITH_GRADIENT if name in leaves}
@@ -190,10 +209,10 @@ def on_ranks(call: WholeCall, group: Any = None) -> dict[str, Tensor]:
     return found
 
 
-def check(rank: int, seeds: list[int], **plan: Any) -> None:
+def check(rank: int, seeds: list[int], short_ends: bool = False, **plan: Any) -> None:
     """Random calls on this rank agree with one device. Args: plan: more arguments for their plans."""
     for seed in seeds:
-        call = random_call(seed)
+        call = random_call(seed, short_ends=short_ends)
         call.plan.update(plan)
         torch.manual_seed(seed)
         expected = on_one_device(call)
