@@ -113,16 +113,12 @@ class _Traffic:
         return self._sums[key][rank]
 
     def _sums_of_ranks(self, step: Step) -> list[tuple[int, int, int, int]]:
-        rows, ranks = self.rows(step), range(self.schedule.layout.num_ranks)
-        found = [[0, 0, 0, 0] for _ in ranks]
-        for rank in ranks:
-            heads = self.heads(step, rank)
-            for i, by_source in enumerate((rows.queries[rank], rows.keys[rank])):
-                for source, count in by_source.items():
-                    if source != rank:
-                        found[rank][i] += count * heads[i]
-                        found[source][2 + i] += count * heads[i]
-        return [(of_rank[0], of_rank[1], of_rank[2], of_rank[3]) for of_rank in found]
+        rows = self.rows(step)
+        heads = [self.heads(step, rank) for rank in range(self.schedule.layout.num_ranks)]
+        if len(set(heads)) == 1:
+            q, kv = heads[0]
+            return [(a * q, b * kv, c * q, d * kv) for a, b, c, d in rows.of_a_head]
+        return _sums(rows.queries, rows.keys, heads)
 
     def own_sums(self, step: Step, rank: int) -> tuple[int, int]:
         """Head rows of q and of k that a rank both owns and computes with."""
@@ -195,11 +191,16 @@ class Work(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """For each rank: the rows that it computes with, by the rank that owns them, and its calls."""
+    """For each rank: the rows that it computes with, by the rank that owns them, and its calls.
+
+    Attributes:
+        of_a_head: the result of `_sums` where each rank computes one head.
+    """
 
     queries: list[dict[int, int]]
     keys: list[dict[int, int]]
     calls: list[list[Work]]
+    of_a_head: list[tuple[int, int, int, int]]
 
     @classmethod
     def of(cls, schedule: Schedule, step: Step) -> Rows:
@@ -212,11 +213,30 @@ class Rows(NamedTuple):
                 keys[row] = _by_source(schedule.key_pieces(step, rank))
                 calls[row] = _calls(schedule, step, rank)
         queries = [{other: schedule.layout.count(other) for other in row} for row in rows_of_ranks]
-        return cls(queries, [keys[row] for row in rows_of_ranks], [calls[row] for row in rows_of_ranks])
+        keys_of_ranks = [keys[row] for row in rows_of_ranks]
+        of_a_head = _sums(queries, keys_of_ranks, [(1, 1)] * len(rows_of_ranks))
+        return cls(queries, keys_of_ranks, [calls[row] for row in rows_of_ranks], of_a_head)
 
     def pairs(self, rank: int) -> int:
         """Visible pairs of a head."""
         return sum(call.pairs for call in self.calls[rank])
+
+
+def _sums(
+    queries: Sequence[dict[int, int]], keys: Sequence[dict[int, int]], heads: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, int, int]]:
+    """For each rank, head rows of q and of k that it receives before a step, and those that it gets back after it.
+
+    Args: queries, keys: as `Rows` has them. heads: query heads and kv heads that each rank computes.
+    """
+    found = [[0, 0, 0, 0] for _ in heads]
+    for rank, of_rank in enumerate(heads):
+        for i, by_source in enumerate((queries[rank], keys[rank])):
+            for source, count in by_source.items():
+                if source != rank:
+                    found[rank][i] += count * of_rank[i]
+                    found[source][2 + i] += count * of_rank[i]
+    return [(of_rank[0], of_rank[1], of_rank[2], of_rank[3]) for of_rank in found]
 
 
 def _calls(schedule: Schedule, step: Step, rank: int) -> list[Work]:
