@@ -125,44 +125,44 @@ class _Traffic:
         rows, heads = self.rows(step), self.heads(step, rank)
         return rows.queries[rank].get(rank, 0) * heads[0], rows.keys[rank].get(rank, 0) * heads[1]
 
-    def is_whole(self, step: Step) -> bool:
-        """Whether a step's results are those of the call, which need not be copied."""
-        return step.width == 1 and len(self.schedule.steps) == 1
-
     def copied_forward(self, step: Step, rank: int) -> int:
         """Bytes of rows that are copied: q, k and v into messages and buffers, out into messages and its place."""
-        queries, keys, sent_queries, sent_keys = self.sums(step, rank)
-        own_queries, own_keys = self.own_sums(step, rank)
-        element = self.head_dim * self.itemsize
-        buffers = 2 * (sent_keys + keys + (own_keys if keys else 0))  # own keys alone are used where they are
-        if step.width > 1:
-            buffers += sent_queries + queries + own_queries
-        results = 0 if self.is_whole(step) else queries + sent_queries + own_queries
-        return (buffers + results) * element
+        rows = self._copied_queries(step, rank) + self._copied_keys(step, rank) + self._copied_results(step, rank)
+        return rows * self.head_dim * self.itemsize
 
     def copied_backward(self, step: Step, rank: int) -> int:
         """Bytes of rows that a backward copies: q, k and v unless they are kept; gradients of out, q, k and v.
 
         Where queries travel, it also reads out and its gradient, in the time of a copy of one of them.
         """
-        queries, keys, sent_queries, sent_keys = self.sums(step, rank)
+        _, keys, sent_queries, sent_keys = self.sums(step, rank)
         own_queries, own_keys = self.own_sums(step, rank)
-        element = self.head_dim * self.itemsize
-        before = sent_queries + queries + own_queries if step.width > 1 else 0
-        dots = own_queries + sent_queries if step.width > 1 else 0
-        results = 0 if self.is_whole(step) else queries + sent_queries + own_queries
-        found = (before + dots + results) * element
+        queries = self._copied_queries(step, rank)  # of the gradient of out, and of q
+        rows = queries + self._copied_results(step, rank)
+        if step.width > 1:
+            rows += own_queries + sent_queries
+        if not self.keep_gathered:
+            rows += queries + self._copied_keys(step, rank)
         sums = keys + own_keys + sent_keys
         if self.schedule.sums_keys():  # they are added up, and then rounded
             sums += own_keys + sent_keys
-        found += 2 * sums * self.key_element
-        return found + (0 if self.keep_gathered else self._copied_again(before, step, rank) * element)
+        return rows * self.head_dim * self.itemsize + 2 * sums * self.key_element
 
-    def _copied_again(self, queries: int, step: Step, rank: int) -> int:
-        """Rows of q, k and v that a backward receives once more, like the forward. Args: queries: those of q."""
+    def _copied_queries(self, step: Step, rank: int) -> int:
+        """Head rows of q: none where each rank computes its own rows, which are used where they are."""
+        queries, _, sent_queries, _ = self.sums(step, rank)
+        return sent_queries + queries + self.own_sums(step, rank)[0] if step.width > 1 else 0
+
+    def _copied_keys(self, step: Step, rank: int) -> int:
+        """Head rows of k and v. Own rows are used where they are if they are all that the rank needs."""
         _, keys, _, sent_keys = self.sums(step, rank)
-        _, own_keys = self.own_sums(step, rank)
-        return queries + 2 * (sent_keys + keys + (own_keys if keys else 0))
+        return 2 * (sent_keys + keys + (self.own_sums(step, rank)[1] if keys else 0))
+
+    def _copied_results(self, step: Step, rank: int) -> int:
+        """Head rows of out: none where the results of the only step are those of the call."""
+        queries, _, sent_queries, _ = self.sums(step, rank)
+        is_whole = step.width == 1 and len(self.schedule.steps) == 1
+        return 0 if is_whole else queries + sent_queries + self.own_sums(step, rank)[0]
 
     def forward(self, step: Step, rank: int) -> tuple[int, int]:
         queries, keys, own_queries, _ = self.sums(step, rank)

@@ -156,7 +156,9 @@ def show(rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", type=Path, required=True, help="the folder with the folders fa2, fa3 and fa4")
-    parser.add_argument("--results", type=Path, required=True, help="JSON file to go on with")
+    parser.add_argument(
+        "--results", type=Path, required=True, help="results file, JSON; if it exists, the run continues it"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=3600, help="after this time, what still runs is ended")
     parser.add_argument("--cases", type=int, default=40, help="cases of each function and seed")
@@ -174,8 +176,8 @@ def main() -> None:
         rows.sort(key=lambda row: (row["tests"], row["seed"], row["case"]))
         write(options.results, header, rows, run.ended)
 
-    # what limits this program's time may end it so
-    before_this = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    # a time limit may end this program with SIGTERM; then the results so far are written, too
+    earlier_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         while time.monotonic() - started < options.seconds:
             if not waiting and not run.running:
@@ -192,7 +194,7 @@ def main() -> None:
     finally:
         run.end()
         save()
-        signal.signal(signal.SIGTERM, before_this)
+        signal.signal(signal.SIGTERM, earlier_handler)
     print(f"not started: {len(waiting)} test functions")
     show(rows)
 

@@ -114,11 +114,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns: the exit status, 1 if a backend did not run."""
+    """Returns: the exit status, 1 if a process of a backend failed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     if CHILD in os.environ:
-        return serve_for_parent(options, Path(os.environ[CHILD]))
+        folder = Path(os.environ[CHILD])
+        (folder / SERVED).write_text(json.dumps(serve(options, folder)))
+        return 0
     from ..machine import describe
 
     header = describe("cpu" if options.small else "cuda") | {"model": options.model, "new_tokens": options.new}
@@ -130,7 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ready: dict[str, list[float]] = {}
     report.header["ready_s"] = ready
     with report.recording(), tempfile.TemporaryDirectory() as temporary:
-        make_model(options, folder := Path(temporary))
+        folder = Path(temporary)
+        make_model(options, folder)
         for turn in range(options.rounds):
             for name in names[:: -1 if turn % 2 else 1]:
                 served = serve_in_process(name, folder, arguments)
@@ -142,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.save()
         for row in report.rows:
             print(" ".join(f"{key}={value}" for key, value in row.items() if key != "seconds"), flush=True)
-    return report.exit_status(len(found) == len(names))
+    return report.exit_status(all(len(ready.get(name, ())) == options.rounds for name in names))
 
 
 def make_model(options: argparse.Namespace, folder: Path) -> None:
@@ -172,12 +175,6 @@ def serve_in_process(name: str, folder: Path, arguments: Sequence[str]) -> dict[
         print(f"{name} failed: {done.stdout[-4000:]}", flush=True)
         return {}
     return json.loads((folder / SERVED).read_text())
-
-
-def serve_for_parent(options: argparse.Namespace, folder: Path) -> int:
-    """Leave what `serve` returns in the folder. Returns: the exit status."""
-    (folder / SERVED).write_text(json.dumps(serve(options, folder)))
-    return 0
 
 
 def serve(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
