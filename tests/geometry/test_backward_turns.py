@@ -138,6 +138,18 @@ def test_groups_of_heads_are_balanced(seqlen, group):
     assert grouped < 1.05 * alone, (alone, grouped)
 
 
+def test_a_head_with_a_tile_for_every_thread_block_is_worked_on_alone():
+    """Such a head is balanced alone, and two that do not fit into L2 together would evict each other's rows."""
+    seqlen, heads, group, num_ctas = 8192, 4, 8, 33
+    asked = problem(128, 128, seqlen, mask=Mask(None, 0), num_heads_kv=heads)
+    asked = replace(asked, num_heads_q=heads * group)
+    config = heuristics.backward_config_sm90(asked)
+    assert ceil_div(seqlen, config.tile_n) >= num_ctas
+    assert heads_per_section(asked, config, num_ctas) == 1
+    tiles = padded_tiles(Case(seqlen, seqlen, None, 0, config.tile_m, config.tile_n, group), heads, 1, 1)
+    assert run(tiles, num_ctas, config.dynamic_tiles, False) < 1.02 * sum(map(len, tiles)) / num_ctas
+
+
 if __name__ == "__main__":
     for head_dim, seqlen, (left, right), group in itertools.product(
         (64, 128), (2048, 4096, 8192, 16384), ((None, 0), (None, None), (1024, 0)), (1, 4)
