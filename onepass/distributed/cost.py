@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from .layout import Layout, most_keys, visible_pairs
+from ..geometry.integers import ceil_div
+from .layout import Layout, most_keys, most_queries, visible_pairs
 from .schedule import AHEAD, Piece, Schedule, Step
 
 if TYPE_CHECKING:
     from .plan import ContextPlan
 
 PICTURE_WIDTH = 64
-TILE_ROWS = 128  # queries that one multiprocessor computes at a time
+TILE_ROWS = 128  # queries, and in a backward keys, that one multiprocessor computes at a time
 LSE_BYTES = 4
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -29,6 +30,9 @@ class Hardware:
         copying: bytes/s of rows that a rank copies in its memory: into messages, and out of them.
         itemsize: bytes of an element of q, k, v and out.
         multiprocessors: the number of multiprocessors of a GPU, each of which computes one tile at a time.
+        gap: seconds that a step loses on the GPU, where kernels start and end. The default is what calls of two H200
+            lost with two steps in place of one (forward, 16k and 32k tokens, causal: 0.3 to 0.9 ms with the messages
+            and copies that a step saves or costs).
         step, backward_step: seconds of the host's time that a step takes, in a forward and in a backward. The defaults
             were measured where a call of `onepass.attention` takes 60 us of the host's time.
     """
@@ -40,6 +44,7 @@ class Hardware:
     copying: float = 1.4e12
     itemsize: int = 2
     multiprocessors: int = 132
+    gap: float = 0.3e-3
     step: float = 1.0e-3
     backward_step: float = 2.5e-3
 
@@ -179,15 +184,37 @@ class _Traffic:
 
 
 class Work(NamedTuple):
-    """A call of one head. Attributes: longest: the most keys that one of its queries sees."""
+    """A call of one head, which takes at least the time of its longest tile on one multiprocessor.
+
+    Attributes:
+        most_keys: the most keys that one of its queries sees. most_queries: the most queries that see one key.
+        is_packed: whether it has packed sequences, whose tiles follow each other as they come. Other backwards begin
+            with their longest tiles, so that the multiprocessors end together.
+    """
 
     pairs: int
-    longest: int
+    most_keys: int
+    most_queries: int
+    is_packed: bool
 
-    def seconds(self, heads: int, flops_per_pair: int, rate: float, multiprocessors: int) -> float:
-        """The time of a call, which takes at least one tile's, and whose last tiles leave some multiprocessors idle."""
-        tile = TILE_ROWS * self.longest * flops_per_pair / (rate / multiprocessors) if heads else 0.0
-        return max(tile, self.pairs * heads * flops_per_pair / rate + tile / 4)
+    def seconds(
+        self, heads: tuple[int, int], is_backward: bool, flops_per_pair: int, rate: float, multiprocessors: int
+    ) -> float:
+        """The time of this call for several heads.
+
+        A tile of a forward has queries of one head. A tile of a backward has keys of one kv head, and all query heads
+        of this kv head visit it, so few kv heads leave multiprocessors idle: one with 16384 keys under a causal mask
+        takes the time of two (two H100, 64/8 heads: 18.0 ms in four steps of one kv head a rank, 10.8 in two of four).
+
+        Args: heads: query heads and kv heads.
+        """
+        queries, keys = heads
+        if not queries:
+            return 0.0
+        rows = self.most_queries * ceil_div(queries, keys) if is_backward else self.most_keys
+        tile = TILE_ROWS * rows * flops_per_pair / (rate / multiprocessors)
+        idle = tile / (32 if is_backward and not self.is_packed else 4)
+        return max(tile, self.pairs * queries * flops_per_pair / rate + idle)
 
 
 class Rows(NamedTuple):
@@ -242,12 +269,15 @@ def _sums(
 def _calls(schedule: Schedule, step: Step, rank: int) -> list[Work]:
     """A dense call for each segment; packed sequences are one call."""
     segments = [segment.runs for segment in schedule.segments(step, rank)]
-    if len(schedule.cu_seqlens) > 2:
+    is_packed = len(schedule.cu_seqlens) > 2
+    if is_packed:
         segments = [tuple(run for runs in segments for run in runs)] if segments else []
     return [
         Work(
             sum(visible_pairs(run, schedule.cu_seqlens, schedule.mask) for run in runs),
             max(most_keys(run, schedule.cu_seqlens, schedule.mask) for run in runs),
+            most_queries(runs, schedule.cu_seqlens, schedule.mask),
+            is_packed,
         )
         for runs in segments
     ]
@@ -276,19 +306,26 @@ def estimate(
     traffic = _Traffic(schedule, head_dim, hardware.itemsize, keep_gathered, rows)
     steps = [traffic.alike(step) for step in schedule.steps]
     counts = Counter(steps)
-    heads = {step: [traffic.heads(step, rank)[0] * batch for rank in ranks] for step in counts}
+    heads = {step: [tuple(n * batch for n in traffic.heads(step, rank)) for rank in ranks] for step in counts}
     results = []
     computing_seconds = 0.0
-    for received, copied, flops_per_pair, rate, step_seconds in (
-        (traffic.forward, traffic.copied_forward, 4 * head_dim, hardware.flops, hardware.step),
-        (traffic.backward, traffic.copied_backward, 10 * head_dim, hardware.backward_flops, hardware.backward_step),
+    for is_backward, received, copied, flops_per_pair, rate, step_seconds in (
+        (False, traffic.forward, traffic.copied_forward, 4 * head_dim, hardware.flops, hardware.step),
+        (
+            True,
+            traffic.backward,
+            traffic.copied_backward,
+            10 * head_dim,
+            hardware.backward_flops,
+            hardware.backward_step,
+        ),
     ):
         least = step_seconds if len(ranks) > 1 else 0.0
         sizes = {step: [tuple(n * batch for n in received(step, rank)) for rank in ranks] for step in counts}
         computing = {
             step: max(
                 sum(
-                    call.seconds(of_ranks[rank], flops_per_pair, rate, hardware.multiprocessors)
+                    call.seconds(of_ranks[rank], is_backward, flops_per_pair, rate, hardware.multiprocessors)
                     for call in traffic.rows(step).calls[rank]
                 )
                 for rank in ranks
@@ -302,12 +339,15 @@ def estimate(
             step: max(copied(step, rank) for rank in ranks) * batch / hardware.copying if len(ranks) > 1 else 0.0
             for step in counts
         }
-        busy = [max(least, computing[step] + copying[step]) for step in steps]
+        gap = hardware.gap if len(ranks) > 1 else 0.0
+        busy = [max(least, computing[step] + copying[step] + gap) for step in steps]
         seconds = _pipelined(busy, [times[step] for step in steps])
         results.append((tuple(sum(sum(sizes[s][r]) * n for s, n in counts.items()) for r in ranks), seconds))
         computing_seconds += sum(computing[step] for step in steps)
     (forward_bytes, forward), (backward_bytes, backward) = results
-    by_rank = tuple(sum(traffic.rows(s).pairs(rank) * heads[s][rank] * n for s, n in counts.items()) for rank in ranks)
+    by_rank = tuple(
+        sum(traffic.rows(s).pairs(rank) * heads[s][rank][0] * n for s, n in counts.items()) for rank in ranks
+    )
     return Estimate(by_rank, forward_bytes, backward_bytes, forward, backward, computing_seconds)
 
 

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..problem import Mask
@@ -124,6 +125,37 @@ def most_keys(run: Run, cu_seqlens: Sequence[int], mask: Mask) -> int:
         queries = [min(max(query, piece.start), piece.stop - 1) for query in ends]
         found = max(found, *(visible_keys(Run(q, q + 1), document, mask).size for q in queries))
     return found
+
+
+def most_queries(runs: Sequence[Run], cu_seqlens: Sequence[int], mask: Mask) -> int:
+    """The most queries of some runs, which ascend and do not touch each other, that see one key."""
+    pieces: dict[int, list[Run]] = {}
+    for run in runs:
+        for number, piece in documents(run, cu_seqlens):
+            pieces.setdefault(number, []).append(piece)
+    found = 0
+    for number, of_document in pieces.items():
+        first, last = cu_seqlens[number], cu_seqlens[number + 1] - 1
+        left = last if mask.window_left is None else mask.window_left
+        right = last if mask.window_right is None else mask.window_right
+        # a key is seen by the queries from key - right to key + left, which are most where one of the ends meets a run's
+        ends = {piece.start + right for piece in of_document} | {piece.stop - 1 - left for piece in of_document}
+        before = _Counter(of_document)
+        for key in {min(max(end, first), last) for end in ends}:
+            found = max(found, before(key + left + 1) - before(key - right))
+    return found
+
+
+class _Counter:
+    """Counts the tokens of some runs, which ascend, below a token."""
+
+    def __init__(self, runs: Sequence[Run]):
+        self.runs, self.starts = runs, [run.start for run in runs]
+        self.sums = list(accumulate((run.size for run in runs), initial=0))
+
+    def __call__(self, token: int) -> int:
+        i = bisect_right(self.starts, token) - 1
+        return self.sums[i] + min(token - self.starts[i], self.runs[i].size) if i >= 0 else 0
 
 
 def _sum_clamped(run: Run, shift: int, least: int, greatest: int) -> int:
