@@ -138,7 +138,7 @@ def most_queries(runs: Sequence[Run], cu_seqlens: Sequence[int], mask: Mask) -> 
         first, last = cu_seqlens[number], cu_seqlens[number + 1] - 1
         left = last if mask.window_left is None else mask.window_left
         right = last if mask.window_right is None else mask.window_right
-        # a key is seen by the queries from key - right to key + left, which are most where one of the ends meets a run's
+        # queries from key - right to key + left see a key; they are most where one of the ends meets a run's
         ends = {piece.start + right for piece in of_document} | {piece.stop - 1 - left for piece in of_document}
         before = _Counter(of_document)
         for key in {min(max(end, first), last) for end in ends}:
