@@ -30,9 +30,8 @@ class Hardware:
         copying: bytes/s of rows that a rank copies in its memory: into messages, and out of them.
         itemsize: bytes of an element of q, k, v and out.
         multiprocessors: the number of multiprocessors of a GPU, each of which computes one tile at a time.
-        gap: seconds that a step loses on the GPU, where kernels start and end. The default is what calls of two H200
-            lost with two steps in place of one (forward, 16k and 32k tokens, causal: 0.3 to 0.9 ms with the messages
-            and copies that a step saves or costs).
+        gap: seconds that each further step loses on the GPU, where kernels start and end. With two steps in place of
+            one, forwards on two H200 took 0.1 to 0.9 ms more, although more of the messages were hidden.
         step, backward_step: seconds of the host's time that a step takes, in a forward and in a backward. The defaults
             were measured where a call of `onepass.attention` takes 60 us of the host's time.
     """
@@ -99,10 +98,10 @@ class _Traffic:
             self._rows[step.width] = self._shared[key]
         return self._rows[step.width]
 
-    def heads(self, step: Step, rank: int) -> tuple[int, int]:
-        """Query heads and kv heads that a rank computes."""
+    def heads(self, step: Step, rank: int, batch: int = 1) -> tuple[int, int]:
+        """Query heads and kv heads that a rank computes, of all batch entries."""
         sizes = (self.schedule.heads_q(step, rank), self.schedule.heads_kv(step, rank))
-        heads, kv_heads = (heads.stop - heads.start for heads in sizes)
+        heads, kv_heads = ((heads.stop - heads.start) * batch for heads in sizes)
         return heads, kv_heads if heads else 0
 
     def alike(self, step: Step) -> Step:
@@ -306,20 +305,14 @@ def estimate(
     traffic = _Traffic(schedule, head_dim, hardware.itemsize, keep_gathered, rows)
     steps = [traffic.alike(step) for step in schedule.steps]
     counts = Counter(steps)
-    heads = {step: [tuple(n * batch for n in traffic.heads(step, rank)) for rank in ranks] for step in counts}
+    heads = {step: [traffic.heads(step, rank, batch) for rank in ranks] for step in counts}
     results = []
     computing_seconds = 0.0
-    for is_backward, received, copied, flops_per_pair, rate, step_seconds in (
-        (False, traffic.forward, traffic.copied_forward, 4 * head_dim, hardware.flops, hardware.step),
-        (
-            True,
-            traffic.backward,
-            traffic.copied_backward,
-            10 * head_dim,
-            hardware.backward_flops,
-            hardware.backward_step,
-        ),
+    for is_backward, received, copied, rate, step_seconds in (
+        (False, traffic.forward, traffic.copied_forward, hardware.flops, hardware.step),
+        (True, traffic.backward, traffic.copied_backward, hardware.backward_flops, hardware.backward_step),
     ):
+        flops_per_pair = (10 if is_backward else 4) * head_dim
         least = step_seconds if len(ranks) > 1 else 0.0
         sizes = {step: [tuple(n * batch for n in received(step, rank)) for rank in ranks] for step in counts}
         computing = {
@@ -339,8 +332,8 @@ def estimate(
             step: max(copied(step, rank) for rank in ranks) * batch / hardware.copying if len(ranks) > 1 else 0.0
             for step in counts
         }
-        gap = hardware.gap if len(ranks) > 1 else 0.0
-        busy = [max(least, computing[step] + copying[step] + gap) for step in steps]
+        gaps = [0.0, *[hardware.gap] * (len(steps) - 1)]
+        busy = [max(least, computing[step] + copying[step] + gap) for step, gap in zip(steps, gaps, strict=False)]
         seconds = _pipelined(busy, [times[step] for step in steps])
         results.append((tuple(sum(sum(sizes[s][r]) * n for s, n in counts.items()) for r in ranks), seconds))
         computing_seconds += sum(computing[step] for step in steps)
