@@ -32,6 +32,8 @@ class Hardware:
         multiprocessors: the number of multiprocessors of a GPU, each of which computes one tile at a time.
         step, backward_step: seconds of the host's time that a step takes, in a forward and in a backward. The defaults
             were measured where a call of `onepass.attention` takes 60 us of the host's time.
+        queries: the factor by which a step takes more of the host's time where rows of q travel: 1.38 and 1.36 on two
+            H200 (forward, backward), 1.6 in a forward on two H100.
         gap: seconds that each further step loses on the GPU, where kernels start and end. With two steps in place of
             one, forwards on two H200 took 0.1 to 0.9 ms more, although more of the messages were hidden.
     """
@@ -45,6 +47,7 @@ class Hardware:
     multiprocessors: int = 132
     step: float = 1.0e-3
     backward_step: float = 2.5e-3
+    queries: float = 1.4
     gap: float = 0.3e-3
 
 
@@ -315,7 +318,7 @@ def estimate(
         (True, traffic.backward, traffic.copied_backward, hardware.backward_flops, hardware.backward_step),
     ):
         flops_per_pair = (10 if is_backward else 4) * head_dim
-        least = step_seconds if len(ranks) > 1 else 0.0
+        least = {step: step_seconds * (hardware.queries if step.width > 1 else 1.0) for step in counts}
         sizes = {step: [tuple(n * batch for n in received(step, rank)) for rank in ranks] for step in counts}
         computing = {
             step: max(
@@ -334,9 +337,9 @@ def estimate(
             step: max(copied(step, rank) for rank in ranks) * batch / hardware.copying if len(ranks) > 1 else 0.0
             for step in counts
         }
-        busy = [
-            max(least, computing[step] + copying[step] + (hardware.gap if i else 0.0)) for i, step in enumerate(steps)
-        ]
+        busy = [computing[step] + copying[step] + (hardware.gap if i else 0.0) for i, step in enumerate(steps)]
+        if len(ranks) > 1:
+            busy = [max(seconds, least[step]) for seconds, step in zip(busy, steps, strict=True)]
         seconds = _pipelined(busy, [times[step] for step in steps])
         results.append((tuple(sum(sum(sizes[s][r]) * n for s, n in counts.items()) for r in ranks), seconds))
         computing_seconds += sum(computing[step] for step in steps)

@@ -260,6 +260,17 @@ def test_a_backward_with_few_kv_heads_takes_the_time_of_its_longest_tile():
     assert len(distributed.plan(16384, **sizes).schedule.steps) == 2
 
 
+def test_a_step_takes_more_of_the_hosts_time_where_queries_travel():
+    hardware = distributed.Hardware(bandwidth=1e15, latency=0.0, step=1.0, backward_step=3.0, queries=1.5)
+    seconds = {}
+    for engine in ("keys", "heads"):
+        plan = distributed.plan(256, num_ranks=2, num_heads_q=8, num_heads_kv=8, engine=engine, chunks=2)
+        found = cost.estimate(plan.schedule, 128, hardware)
+        seconds[engine] = found.forward_seconds, found.backward_seconds
+    assert seconds["keys"] == pytest.approx((2 * 1.0, 2 * 3.0), rel=1e-3)
+    assert seconds["heads"] == pytest.approx((2 * 1.5, 2 * 4.5), rel=1e-3)
+
+
 def test_the_number_of_steps_is_chosen():
     """One step for short sequences, where the host's time counts; more for long ones, whose buffers are smaller."""
     sizes = {"num_ranks": 4, "num_heads_q": 64, "num_heads_kv": 16, "causal": True, "engine": "keys"}
