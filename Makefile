@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 comma := ,
 
-.PHONY: demo test test-slow test-all test-packages test-vllm test-gpu-on-cpu mutants lint test-gpu gpu-record docs notebook hub bench clean
+.PHONY: demo test test-slow test-all test-packages test-vllm nightly mutants lint test-gpu gpu-record docs notebook hub bench clean
 
 # Rebuilt when the versions or the package's own description change.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -26,24 +26,27 @@ demo: $(VENV)/demo-installed
 	$(BIN)/onepass demo
 
 # One process per core with one thread each: many small parallel regions on busy cores wait for one another. Who is done
-# takes tests over from the others: those of the kernels take seconds each, others milliseconds. The first case of each
-# GPU test runs, too, on the CPU with the tiled backend, so that these tests do not rot.
+# takes tests over from the others: those of the kernels take seconds each, others milliseconds. One case of each file of
+# GPU tests runs, too, on the CPU with the tiled backend.
+PYTEST := OMP_NUM_THREADS=1 ONEPASS_TEST_DEVICE=cpu $(BIN)/python -m pytest -n auto --dist worksteal
 test: $(VENV)/installed
-	OMP_NUM_THREADS=1 ONEPASS_TEST_DEVICE=cpu $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" tests --first-cases
-
-# The GPU tests' part of it.
-test-gpu-on-cpu: $(VENV)/installed
-	OMP_NUM_THREADS=1 ONEPASS_TEST_DEVICE=cpu $(BIN)/python -m pytest -q -n auto --dist worksteal -m gpu tests/gpu --first-cases
+	$(PYTEST) -m "not slow" tests --gpu-cases=file
 
 # Which GPU tests have run on a GPU, and whether the kernels have changed since.
 gpu-record: $(VENV)/installed
 	$(BIN)/python tests/gpu/record.py check
 
-# The rest: more kernels of the same kinds compiled and interpreted (tests/support/quick_cases.py).
+# More kernels of the same kinds compiled and interpreted (tests/support/sampling.py), and one case of each GPU test.
 test-slow: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not gpu" tests
+	$(PYTEST) -q -m "(slow or gpu) and not nightly" tests --gpu-cases=test
 
 test-all: test test-slow
+
+# Everything that a machine without a GPU can check, before a release: all kernels compiled anew, all cases, many mutants.
+nightly: $(VENV)/installed
+	ONEPASS_TEST_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q tests --gpu-cases=test
+	$(BIN)/python tests/mutants/run.py --count 100
+	$(BIN)/python tests/gpu/record.py check
 
 # Packages that run on onepass as they are, in an environment of its own: nobody who works on the kernels needs them. It
 # sees what $(VENV) has, torch and transformers among them. A package that cannot be imported fails these tests, which

@@ -5,7 +5,7 @@ import os
 
 import packages
 import pytest
-import quick_cases
+import sampling
 import torch
 
 try:
@@ -32,49 +32,50 @@ def pytest_runtest_setup(item):
         packages.skip_or_fail(*mark.args)
 
 
-COLLECTED = pytest.StashKey[list[str]]()
-
-
 def pytest_addoption(parser):
-    parser.addoption("--first-cases", action="store_true", help="of each GPU test, run the first case alone")
+    parser.addoption(
+        "--gpu-cases", choices=("file", "test"), help="run one case of each file of GPU tests, or of each GPU test"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config, items):
-    """Mark the slow cases; with --first-cases, keep only the first case of each GPU test."""
-    config.stash[COLLECTED] = [item.nodeid for item in items]
-    seen, kept, others = set(), [], []
+    """Mark the cases of sampled tests (sampling.py), and leave out GPU tests as --gpu-cases says."""
+    tests = {}
     for item in items:
-        if quick_cases.is_slow(item.nodeid):
-            item.add_marker(pytest.mark.slow)
-        test = item.path, getattr(item, "originalname", item.name)
-        is_left_out = config.getoption("--first-cases") and item.get_closest_marker("gpu") and test in seen
-        (others if is_left_out else kept).append(item)
-        seen.add(test)
-    items[:] = kept
-    config.hook.pytest_deselected(items=others)
+        tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    for cases in tests.values():
+        if sampled := cases[0].get_closest_marker("sampled"):
+            _mark(cases, **sampled.kwargs)
+    wanted, seen, others = config.getoption("--gpu-cases"), set(), set()
+    for (path, _), cases in tests.items():
+        if wanted and cases[0].get_closest_marker("gpu"):
+            others.update(cases[0 if wanted == "file" and path in seen else 1 :])
+            seen.add(path)
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
+    items[:] = [item for item in items if item not in others]
 
 
-@pytest.fixture
-def collected(request) -> list[str]:
-    """The names of all tests that this run has found, before `-m` and `-k` chose among them."""
-    return request.config.stash[COLLECTED]
+def _mark(cases, quick, slow):
+    order = sampling.covering_order([{"id": case.callspec.id, **case.callspec.params} for case in cases])
+    for rank, number in enumerate(order):
+        if rank >= quick:
+            cases[number].add_marker(pytest.mark.slow)
+        if rank >= quick + slow:
+            cases[number].add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernel_cache(request, tmp_path_factory):
     """Let all processes of a run share one temporary cache, in which each kernel is compiled once.
 
-    ONEPASS_TEST_CACHE_DIR names a directory to use instead, for runs that follow each other. A run of GPU tests alone
-    has the cache of its user: there each new directory would cost minutes.
+    A run of GPU tests alone has the cache of its user: there each new directory would cost minutes.
     """
     if all(item.get_closest_marker("gpu") for item in request.session.items):
         yield
         return
-    directory = os.environ.get("ONEPASS_TEST_CACHE_DIR")
-    if directory is None:
-        own = tmp_path_factory.getbasetemp()  # of several pytest-xdist workers each has a folder in that of the run
-        directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
+    own = tmp_path_factory.getbasetemp()  # of several pytest-xdist workers each has a folder in that of the run
+    directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEPASS_CACHE_DIR", str(directory))
         yield

@@ -79,15 +79,9 @@ def test_precision_keeps_its_gradients():
 # ---------------------------------------------------------------- torch.compile
 
 
-def quick_or_slow(*quick):
-    """All pairs (granularity, packed); most are slow tests, because tracing one takes seconds."""
-    kinds = [(granularity, is_packed) for granularity in GRANULARITIES for is_packed in (False, True)]
-    return [kind if kind in quick else pytest.param(*kind, marks=pytest.mark.slow) for kind in kinds]
-
-
-@pytest.mark.parametrize(
-    ("granularity", "is_packed"), quick_or_slow(("row", False), ("block", False), ("block", True), ("head", True))
-)
+@pytest.mark.sampled(quick=0, slow=2)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("is_packed", [False, True])
 def test_compiled_with_any_length(granularity, is_packed):
     """A compiled call has no graph break and equal bits; once lengths are symbols, a new length compiles nothing."""
     options = {"granularity": granularity, "center_k": True, "center_v": True}
@@ -108,7 +102,9 @@ def test_compiled_with_any_length(granularity, is_packed):
             assert torch.equal(*(t.view(torch.uint8) if t.dim() else t for t in (a, b))), name
 
 
-@pytest.mark.parametrize(("granularity", "is_packed"), quick_or_slow(("block", False), ("block", True)))
+@pytest.mark.sampled(quick=0, slow=2)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("is_packed", [False, True])
 def test_compiled_attention_with_any_length(granularity, is_packed):
     """Tensors are quantized inside the compiled function, or outside it; then the trace checks their shapes."""
     function = onepass.attention_varlen if is_packed else onepass.attention

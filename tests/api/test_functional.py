@@ -161,6 +161,7 @@ def test_a_module_through_functional_call():
         torch.testing.assert_close(gradients[name], p.grad)
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_torch_compile_traces_torch_func(compiler):
     torch._dynamo.reset()

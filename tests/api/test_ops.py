@@ -133,6 +133,7 @@ def test_compile_without_graph_breaks(traced_dtype, dynamic):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_with_other_numbers(traced_dtype, dynamic):
     def function(q, k, v, scale, cap):

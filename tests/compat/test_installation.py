@@ -58,6 +58,7 @@ def test_modules_and_their_functions():
     """)
 
 
+@pytest.mark.slow
 def test_distributions():
     check("""
         from importlib import metadata
@@ -81,6 +82,7 @@ def test_distributions():
     """)
 
 
+@pytest.mark.slow
 def test_undo_is_complete():
     check("""
         import importlib.util, sys, torch
@@ -107,6 +109,7 @@ def test_undo_is_complete():
     """)
 
 
+@pytest.mark.slow
 def test_operators():
     check("""
         import torch
@@ -125,6 +128,7 @@ def test_operators():
     """)
 
 
+@pytest.mark.slow
 def test_operators_are_traced():
     """torch.compile follows them without graph breaks, and torch's own checks of an operator pass."""
     check("""
@@ -154,6 +158,7 @@ def test_operators_are_traced():
     """)
 
 
+@pytest.mark.slow
 def test_transformers_forgets_what_it_knew():
     pytest.importorskip("transformers")
     check("""
@@ -169,6 +174,7 @@ def test_transformers_forgets_what_it_knew():
     """)
 
 
+@pytest.mark.slow
 def test_older_transformers_forgets_what_it_knew():
     """Up to 5.17 it has a dict of the distributions, made when it was imported, which others import by name."""
     check("""
@@ -186,6 +192,7 @@ def test_older_transformers_forgets_what_it_knew():
     """)
 
 
+@pytest.mark.slow
 def test_operators_of_flash_attn_3():
     check("""
         import torch
@@ -232,6 +239,7 @@ def test_operators_of_flash_attn_3():
     """)
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize("is_imported", [False, True])
 def test_a_real_library_is_refused_and_can_be_replaced(tmp_path, is_imported):
     (tmp_path / "flash_attn").mkdir()
@@ -278,6 +286,7 @@ def test_run(tmp_path):
     assert done.stdout.split() == ["['--flag',", "'x']", "3", "onepass.compat.flash_attn.functions"]
 
 
+@pytest.mark.slow
 def test_run_a_module(tmp_path):
     (tmp_path / "program.py").write_text(
         "import sys\n"
@@ -289,6 +298,7 @@ def test_run_a_module(tmp_path):
     assert done.stdout.split() == ["__main__", "['-x']", "onepass.compat.flash_attn.functions"]
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize(
     "arguments", [(), ("run",), ("run", "-m"), ("walk", "x.py"), ("run", "--unknown", "x.py"), ("run", "none.py")]
 )

@@ -461,6 +461,7 @@ def weighted_gradient(model, out):
     return torch.autograd.grad((out * weights).sum(), model.get_input_embeddings().weight)[0]
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize(("name", "side"), [("llama", "left"), ("mistral", "holes"), ("gemma2", "right")])
 def test_padding_of_a_compiled_model(name, side, monkeypatch):
     """No mask is dense: each key is real or not, and layers know causal and window."""

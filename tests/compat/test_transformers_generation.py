@@ -138,6 +138,7 @@ def counted(monkeypatch):
     return counts
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize("version", [2, 3, 4])
 def test_continuous_batching(version, expected_batch, counted):
     with onepass.compat.install():
@@ -168,6 +169,7 @@ def test_continuous_batching_of_a_registered_model(expected_batch, counted, monk
 # ---------------------------------------------------------------- training
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize(
     ("head", "config"),
     [("GPT2LMHeadModel", GPT2), ("BertForMaskedLM", BERT), ("T5ForConditionalGeneration", T5)],

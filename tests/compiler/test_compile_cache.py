@@ -623,6 +623,7 @@ print(type(compile.get("forward", (problem.static(), config), launch.ARCH, trace
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 def test_with_the_compiler(tmp_path):
     """The cache works with the compiler: a process killed while it compiles, two at once, and a broken object."""

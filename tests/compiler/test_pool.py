@@ -131,6 +131,7 @@ def test_behind_the_caller():
     assert not compile_behind(REQUESTS[:1], lambda: crew)
 
 
+@pytest.mark.slow
 def test_what_is_behind_the_caller_ends_with_it(tmp_path):
     """A program that ends while a worker compiles does not wait for it."""
     script = f"""
@@ -160,6 +161,7 @@ time.sleep(0.5)
     assert time.perf_counter() - started < 40
 
 
+@pytest.mark.slow
 def test_workers_that_start_early_compile_first():
     start_early(2)
     start_early(2)
@@ -189,6 +191,7 @@ class Deadly:
         return exec, (code,)
 
 
+@pytest.mark.slow
 def test_a_process():
     """A worker gets an impossible request, a fatal one, another after it, and one that is fatal with a message."""
     worker = WorkerProcess()

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_two_processes_fill_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile, "_kernels", {})
@@ -32,6 +33,7 @@ def test_two_processes_fill_the_cache(tmp_path, monkeypatch):
     assert all(kernel.seconds < 0.5 for kernel in again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

@@ -75,12 +75,14 @@ def test_random_calls(dtype, count):
     assert count["_backward"] > 25 or dtype.itemsize == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_long_random_calls(dtype):
     for call in itertools.islice(for_the_backend(dtype, itertools.count(1000), 1400), 4):
         call.check(with_floor=True, through_lse=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_long_gradients_in_16_bits(causal, count):
     """More queries and keys than a chunk has, so that float32 sums of several calls make a gradient."""

@@ -58,6 +58,7 @@ def attempt_all(seeds, consumer, **fixed):
         attempt(seed, consumer, **fixed)
 
 
+@pytest.mark.sampled(quick=2, slow=3)
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("consumer", [Consumer, Wide])

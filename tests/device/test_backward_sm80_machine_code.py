@@ -87,26 +87,25 @@ def num_mma_of_float32(config, d, dv):
     return 3 * (2 * s + row_fragments) // config.num_warps
 
 
+@pytest.mark.sampled(quick=0, slow=4)
 @pytest.mark.parametrize(("arch", "head_dim"), SHIPPED)
 def test_every_architecture(arch, head_dim):
     asked = problem(head_dim, head_dim)
     check(asked, heuristics_sm80.backward_config_sm80(asked, arch), arch)
 
 
+@pytest.mark.sampled(quick=0, slow=4)
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
-    [
-        pytest.param(arch, d, marks=() if (arch, d) in (("sm_86", 256), ("sm_90a", 128)) else pytest.mark.slow)
-        for arch in launch.ARCHS
-        for d in heuristics_sm80.BACKWARD_FLOAT32
-    ],
+    [(arch, d) for arch in launch.ARCHS for d in heuristics_sm80.BACKWARD_FLOAT32],
 )
 def test_float32(arch, head_dim):
     asked = problem(head_dim, head_dim, dtype=torch.float32)
     check(asked, heuristics_sm80.backward_config_sm80(asked, arch), arch)
 
 
-@pytest.mark.parametrize("asked", [pytest.param(asked, id=name, marks=pytest.mark.slow) for name, asked in OPTIONS])
+@pytest.mark.sampled(quick=0, slow=3)
+@pytest.mark.parametrize("asked", [pytest.param(asked, id=name) for name, asked in OPTIONS])
 def test_options(asked):
     check(asked, heuristics_sm80.backward_config_sm80(asked, "sm_80"), "sm_80")
 

@@ -5,10 +5,10 @@ import importlib.util
 import itertools
 import math
 import struct
-import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import machine_code
 import numpy as np
 import ptx_interpreter
 import pytest
@@ -19,25 +19,23 @@ from test_forward_sm80_values import FLOAT32, PACKED, Arguments, call_of, fast_d
 import onepass
 from onepass.geometry import tile_scheduler
 from onepass.geometry.integers import ceil_div
-from onepass.kernels.compiler import compile
 from onepass.kernels.config import BackwardConfigSm80
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import backward_sm80 as backward_launch
 from onepass.testing.inputs import Call
 from onepass.tiled import forward
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
+    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
+]
 
 ARCH = "sm_80"
 
 
 @functools.lru_cache(maxsize=32)
 def program(name: str, key: tuple, arch: str, request) -> ptx_interpreter.Program:
-    with tempfile.TemporaryDirectory() as directory:
-        compiled = compile.compile_now(arch, request.trace, f"{compile.OPTIONS} --keep-ptx --dump-dir={directory}")
-        return ptx_interpreter.parse(compiled.__ptx__)
+    return ptx_interpreter.parse(machine_code.read_with_ptx(arch, request.trace)[1])
 
 
 @dataclass(frozen=True)
@@ -185,6 +183,7 @@ class Kernels:
         self.run("sinks", p, (dsinks,), (len(sinks), 1, 1), THREADS, 4 * THREADS // 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "blocks_per_head"), [(1, 1), (3, 7)])
 def test_gradients_of_sinks(batch, blocks_per_head):
     """A thread block goes through all rows of its head, of which there may be fewer than threads, or more."""
@@ -349,17 +348,6 @@ CASES = {
 }
 
 
-QUICK = (
-    "sinks",
-    "keys before the query",
-    "no key",
-    "float32 window with a negative side",
-    "sinks, rows that see nothing",
-    "packed sinks, sequences without keys",
-    "head dims of no tile",
-    "head dim 256",
-    "float32 window softcap sinks",
-)
 SMALL = {d: config for d, config in heuristics_sm80.BACKWARD_SMALL.items() if d != 64}
 FLOAT32_ROWS = [
     pytest.param(d, replace(config, vector_adds=True), id=f"{d} row {i}")
@@ -368,7 +356,8 @@ FLOAT32_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+@pytest.mark.sampled(quick=1, slow=10)
+@pytest.mark.parametrize("name", CASES)
 def test_values(name):
     check(CASES[name])
 
@@ -376,9 +365,8 @@ def test_values(name):
 IN_FLOAT32 = ("causal", "float16 8-byte copies, packed", "2-byte copies", "seqused")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if i else ()) for i, n in enumerate(IN_FLOAT32)]
-)
+@pytest.mark.sampled(quick=0, slow=2)
+@pytest.mark.parametrize("name", IN_FLOAT32)
 def test_dk_and_dv_in_float32(name):
     """They are the sums that are otherwise rounded to 16 bits."""
     problem, inputs = problem_of(CASES[name])
@@ -401,6 +389,7 @@ def test_turns_from_the_last_tile_to_the_first(name):
     check(CASES[name], config)
 
 
+@pytest.mark.slow
 def test_four_values_added_at_once():
     check(call_of(64, 64, 70, 150, heads=(1, 1), causal=True), BackwardConfigSm80(vector_adds=True))
 
@@ -529,6 +518,7 @@ def test_nan_of_a_hidden_pair_stays_hidden(head_dims, dtype):
         assert not gradient.isfinite().all()
 
 
+@pytest.mark.slow
 def test_out_of_rows_without_keys_has_no_gradient():
     """The gradient is 0 even where dout is NaN; but dlse of such a row counts in dsinks."""
     call = CASES["sinks, rows that see nothing"]

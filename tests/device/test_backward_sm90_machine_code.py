@@ -79,24 +79,13 @@ SHORT = {name: replace(asked, batch=HEADS // asked.num_heads_kv) for name, asked
 PROBLEMS |= SHORT
 
 
-# kernels beside these, each with some of the same code
-SLOW = {f"64 {name}" for name in ("window", "GQA", "GQA softcap", "seqused")} | {"128 GQA", "128 window", "128 packed"}
-SLOW |= {f"192 {name}" for name in ("full", "causal", "seqused")} | {"64/128", "128/64", "64 short"}
-SLOW |= {f"64 {name}" for name in ("softcap", "packed", "short window", "deterministic")} | {"256 full", "256 seqused"}
-SLOW |= {f"128 {name}" for name in ("GQA softcap", "seqused", "short GQA seqused window", "deterministic window")}
-SLOW |= {f"{d} float16 packed seqused GQA window softcap" for d in (64, 256)} | {"128 softcap"}
-SLOW |= {"64 long", "256 long", "128 long softcap", *(name for name in PROBLEMS if "ALiBi" in name or "left" in name)}
-SLOW |= {"64 ranges", "64 positions GQA"}
-SLOW |= {"96/96", "192/128", "192 float16 packed seqused GQA window softcap", "64 short causal", "128 full"}
 # Loads and stores of values that do not fit into registers: numbers of a tile outside of the loop, and with ranges or
 # positions intervals where a block is masked.
 FEW_SPILLS = {"128 short GQA seqused window": 3, "128 GQA": 8, "64 ranges": 40, "64 positions GQA": 40}
-PARAMETERS = [
-    pytest.param(name, asked, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
-    for name, asked in PROBLEMS.items()
-]
+PARAMETERS = [pytest.param(name, asked, id=name) for name, asked in PROBLEMS.items()]
 
 
+@pytest.mark.sampled(quick=1, slow=9)
 @pytest.mark.parametrize(("name", "asked"), PARAMETERS)
 def test_machine_code(name, asked):
     config = heuristics.backward_config_sm90(asked)
@@ -130,6 +119,7 @@ def test_problems_of_many_short_sequences_are_among_them():
         assert heuristics.backward_config_sm90(asked).private_dq, name
 
 
+@pytest.mark.sampled(quick=1, slow=3)
 @pytest.mark.parametrize("has_dlse", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
@@ -139,6 +129,7 @@ def test_rows_before(head_dim, is_packed, has_dlse):
     assert code.count(r"STG\.E\.128") > 0  # zeros for dq
 
 
+@pytest.mark.sampled(quick=1, slow=3)
 @pytest.mark.parametrize("options", ["full", "causal", "float16 packed seqused GQA window softcap"])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_rows_after(head_dim, options):

@@ -102,22 +102,8 @@ CASES = {
 }
 
 
-SLOW = (
-    "heads",
-    "entries",
-    "blocks of 32",
-    "a head dim of 128",
-    "small head dims",
-    "32 rows",
-    "many rows, one pass",
-    "many rows of 256 columns",
-    "sinks",
-    "even head dims",
-    "head dims of 256 and 96",
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
+@pytest.mark.sampled(quick=0, slow=5)
+@pytest.mark.parametrize("name", CASES)
 def test_values(name):
     (inputs, kv_block), options = CASES[name]
     check(inputs, kv_block, **options)
@@ -126,6 +112,7 @@ def test_values(name):
     assert is_along_keys == ("many rows" not in name)
 
 
+@pytest.mark.slow
 def test_queries_of_any_magnitude():
     """One tile with rows of bf16 outside of fp16's range, and a row of zeros."""
     inputs, kv_block = e4m3_cache((100,), 4, (4, 1), (64, 64), "entry")
@@ -142,6 +129,7 @@ def test_queries_of_any_magnitude():
     assert is_number.flatten().sum() >= 14
 
 
+@pytest.mark.slow
 def test_descales_that_grow_and_shrink():
     """O refers to the largest descale of V so far. Here the descales rise or fall by far more than fp16's range."""
     inputs, kv_block = e4m3_cache((256,), 1, (4, 1), (64, 64), "page", page_size=16, room=256)
@@ -152,6 +140,7 @@ def test_descales_that_grow_and_shrink():
         check(inputs._replace(v_descale=v_descale), kv_block, num_splits=1)
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize("signs", [(-1.0, -1.0), (-1.0, 1.0)])
 def test_negative_descales(signs):
     (inputs, kv_block), options = CASES["pages of 16"]
@@ -159,8 +148,9 @@ def test_negative_descales(signs):
     check(inputs._replace(v_descale=inputs.v_descale * by_page), kv_block, **options)
 
 
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize(("key", "window"), [(126, None), (129, None), (117, (10, None))])
-@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.slow), "block of 16"])
+@pytest.mark.parametrize("kind", ["none", "block of 16"])
 def test_nan_of_a_hidden_key_stays_hidden(key, window, kind):
     """A NaN in the first split (keys 0 to 127) and in the second; with a window, for rows that see both."""
     inputs, kv_block = e4m3_cache((130,), 8, (4, 1), (64, 64), kind)
@@ -180,6 +170,7 @@ def test_nan_of_a_hidden_key_stays_hidden(key, window, kind):
 # ---------------------------------------------------------------- append
 
 
+@pytest.mark.sampled(quick=1, slow=2)
 @pytest.mark.parametrize("kind", ["none", "entry", "page", "block of 16"])
 @pytest.mark.parametrize("rotary", [False, True])
 def test_append(kind, rotary):
@@ -200,6 +191,7 @@ def test_append(kind, rotary):
         torch.testing.assert_close(k_cache.float(), inputs.k_cache.float(), rtol=0.13, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_append_and_attend():
     inputs, kv_block = e4m3_cache((120, 0), 3, (8, 2), (64, 64), "page", page_size=16, seqlen_new=3)
     check(inputs, kv_block, num_splits=2)

@@ -42,13 +42,11 @@ def code_of(arch: str, is_paged: bool, is_split: bool = True, has_descales: bool
     return code, config
 
 
-QUICK = ("sm_86", "sm_90a")
-
-
+@pytest.mark.sampled(quick=0, slow=3)
 @pytest.mark.parametrize(
     ("arch", "head_dim", "is_paged"),
     [
-        *(pytest.param(a, 128, i % 2 == 0, marks=() if a in QUICK else pytest.mark.slow) for i, a in enumerate(ARCHS)),
+        *((arch, 128, i % 2 == 0) for i, arch in enumerate(ARCHS)),
         ("sm_90a", 64, True),
     ],
 )
@@ -67,18 +65,21 @@ def test_warps_along_the_keys(arch, head_dim, is_paged):
     assert code.count(r"BAR\.SYNC") == 3  # after Q has arrived, before the exchange, and after it: none in the loop
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize("changes", [{"head_dim": 256}, {"head_dim": 128, "seqlen_q": 8}])
 def test_wide_heads_and_more_rows(changes):
     _, config = code_of("sm_90a", True, **changes)
     assert isinstance(config, DecodeConfigSm80)
 
 
+@pytest.mark.slow
 def test_float32_on_all_that_shared_memory_holds():
     code, config = code_of("sm_86", False, False, head_dim=256, dtype=torch.float32)
     assert isinstance(config, DecodeConfigSm80)
     assert code.count(r"HMMA\.1688\.F32\.TF32") > 0
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize(
     ("arch", "head_dim", "is_paged", "is_packed"),
     [("sm_90a", 128, True, False), ("sm_86", 256, False, False), ("sm_80", 128, True, True)],
@@ -90,9 +91,10 @@ def test_warps_along_the_rows(arch, head_dim, is_paged, is_packed):
     assert code.count(r"STG\.E\.64") > 0
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize(
     ("arch", "d", "is_paged"),
-    [("sm_90a", 128, True), pytest.param("sm_89", 256, False, marks=pytest.mark.slow), ("sm_100a", 64, True)],
+    [("sm_90a", 128, True), ("sm_89", 256, False), ("sm_100a", 64, True)],
 )
 def test_e4m3_cache(arch, d, is_paged):
     """An e4m3 cache takes as many mma as 16 bits, half the fragments, and one conversion for two numbers."""
@@ -110,7 +112,8 @@ def test_e4m3_cache(arch, d, is_paged):
     assert code.count(r"BAR\.SYNC") == (3 if config.q_in_registers else 5)
 
 
-@pytest.mark.slow  # no chosen configuration has early_merge
+@pytest.mark.slow
+@pytest.mark.nightly  # no chosen configuration has early_merge
 def test_early_merge():
     """The forward lets the merge begin, and the merge waits for its end; without early_merge neither happens."""
     for is_early in (False, True):
@@ -126,6 +129,7 @@ def test_early_merge():
 OF_E4M3 = {"is_e4m3": True, "has_descales": True, "descales_by_block": True}
 
 
+@pytest.mark.slow
 def test_merge_and_append():
     for warps in (1, 8):
         merge = merge_launch.MergeKey(torch.float32, torch.bfloat16, 128, True, 16, warps)

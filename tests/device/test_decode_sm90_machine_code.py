@@ -39,9 +39,10 @@ def code_of(head_dims: tuple[int, int], page_size: int | None, is_split: bool, *
     return code, config
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize(
     ("page_size", "boxes"),
-    [(16, 8), pytest.param(None, 1, marks=pytest.mark.slow), pytest.param(256, 1, marks=pytest.mark.slow)],
+    [(16, 8), (None, 1), (256, 1)],
 )
 def test_loads(page_size, boxes):
     """Boxes come in two halves of 64 columns: K at a tile's start and in the loop, V at the very end as well."""
@@ -51,24 +52,20 @@ def test_loads(page_size, boxes):
     assert code.count("UTMALDG") == in_q + 2 * boxes * (2 + 3)
 
 
+@pytest.mark.sampled(quick=0, slow=4)
 @pytest.mark.parametrize(
     ("head_dims", "page_size", "is_split", "changes"),
     [
         ((64, 64), 64, False, {"seqlen_q": 300}),
-        *(
-            pytest.param(*call, marks=pytest.mark.slow)
-            for call in (
-                ((64, 64), 16, True, {"seqlen_q": 300} | OPTIONS),
-                ((128, 128), None, False, OPTIONS),
-                ((128, 128), 16, True, OPTIONS | {"seqlen_q": 8}),
-                ((96, 96), 48, True, {}),
-                ((192, 128), 16, True, OPTIONS),
-                ((256, 256), 16, True, OPTIONS),
-                ((256, 256), None, False, {"mask": Mask(), "seqlen_q": 8}),
-                ((64, 64), 16, False, PACKED | OPTIONS),
-                ((256, 256), None, True, PACKED | {"mask": Mask()}),
-            )
-        ),
+        ((64, 64), 16, True, {"seqlen_q": 300} | OPTIONS),
+        ((128, 128), None, False, OPTIONS),
+        ((128, 128), 16, True, OPTIONS | {"seqlen_q": 8}),
+        ((96, 96), 48, True, {}),
+        ((192, 128), 16, True, OPTIONS),
+        ((256, 256), 16, True, OPTIONS),
+        ((256, 256), None, False, {"mask": Mask(), "seqlen_q": 8}),
+        ((64, 64), 16, False, PACKED | OPTIONS),
+        ((256, 256), None, True, PACKED | {"mask": Mask()}),
         ((128, 128), 64, True, PACKED),
     ],
 )

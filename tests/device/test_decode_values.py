@@ -106,6 +106,7 @@ def check(inputs, num_sms=4, **options):
 SINKS = randn(8, seed=9)
 
 
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 8])
 def test_splits(num_splits):
     """An empty sequence, splits without keys, queries that stand before the first key."""
@@ -204,16 +205,8 @@ MODIFIED = {
 }
 
 
-SLOW_MODIFIED = (
-    "left padding, 4 heads in a tile",
-    "ranges of each head, ALiBi, pages",
-    "positions, bias, softcap, 48 rows",
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_MODIFIED else ()) for name in MODIFIED]
-)
+@pytest.mark.sampled(quick=1, slow=2)
+@pytest.mark.parametrize("name", MODIFIED)
 def test_modifiers(name):
     inputs, options = MODIFIED[name]
     check(inputs, **options)
@@ -222,6 +215,7 @@ def test_modifiers(name):
 NEGATIVE = ((40, -2), (-1, 40), (-3, 250), (250, -150), (-70, 70), (5, -6))
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize("name", ["window, softcap, sinks", "32 rows, a window that hides all keys of some warps"])
 def test_windows_with_negative_sides(name):
     """The kernels of other windows compute these as well; rows, warps and splits that see no key are among them."""
@@ -230,17 +224,14 @@ def test_windows_with_negative_sides(name):
         check(inputs, **(options | {"causal": False, "window": window}))
 
 
-SLOW = ("one pass over pages", "large sinks, one of the splits", "32 rows", "pages of 48")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
+@pytest.mark.sampled(quick=1, slow=5)
+@pytest.mark.parametrize("name", CASES)
 def test_values(name):
     inputs, options = CASES[name]
     check(inputs, **options)
 
 
-# Calls that have heads, and that the interpreter has memory for. The first two, one of them slow, have nearly every
-# option.
+# Calls that have heads, and that the interpreter has memory for.
 RANDOM = (18, 38, 2, 3, 4, 5, 7, 8, 12, 13, 14, 15, 19, 21, 23, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37, 41, 45)
 
 
@@ -250,15 +241,16 @@ PACKED = (12, 2, 0, 1, 4, 5, 6, 8, 9, 10, 13, 14)
 RANDOM_MODIFIED, RANDOM_MODIFIED_PACKED = (1008, 1001, 1007), (1004, 1000, 1007, 1008)
 
 
+@pytest.mark.sampled(quick=0, slow=10)
 @pytest.mark.parametrize(
     ("seed", "packed", "with_modifiers"),
     [
-        pytest.param(seed, packed, with_modifiers, marks=() if seed in quick else pytest.mark.slow)
-        for packed, with_modifiers, seeds, quick in (
-            (False, False, RANDOM, RANDOM[:1]),
-            (True, False, PACKED, PACKED[:2]),
-            (False, True, RANDOM_MODIFIED, RANDOM_MODIFIED[:1]),
-            (True, True, RANDOM_MODIFIED_PACKED, ()),
+        (seed, packed, with_modifiers)
+        for packed, with_modifiers, seeds in (
+            (False, False, RANDOM),
+            (True, False, PACKED),
+            (False, True, RANDOM_MODIFIED),
+            (True, True, RANDOM_MODIFIED_PACKED),
         )
         for seed in seeds
     ],
@@ -279,6 +271,7 @@ def test_random_calls(seed, packed, with_modifiers, monkeypatch):
     random_decode_call(seed, dtype, max_keys=70, packed=packed, with_modifiers=with_modifiers).check()
 
 
+@pytest.mark.slow
 def test_references_of_the_warps_differ():
     """Each warp meets the largest scores of a sequence once, where the sums of the other warps hardly count."""
     inputs = cache_of((128, 128, 128, 128), 1, (4, 1), (64, 64))
@@ -287,6 +280,7 @@ def test_references_of_the_warps_differ():
     check(inputs, num_splits=1)
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize("page_size", [None, 5])
 def test_the_order_of_copies_and_warps_changes_no_bit(page_size):
     """Buffers are full before they are read and are filled again after that, in any order of warps."""
@@ -316,6 +310,7 @@ def test_splits_of_equal_keys_give_equal_bits_in_any_batch_and_any_cache():
             assert torch.equal(one, many[at])
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize(("key", "window"), [(126, None), (129, None), (117, (10, None))])
 def test_nan_of_a_hidden_key_stays_hidden_in_its_split(key, window):
     """A NaN in the first split (keys 0 to 127) and in the second; with a window, for rows that see both."""
@@ -333,6 +328,7 @@ def test_nan_of_a_hidden_key_stays_hidden_in_its_split(key, window):
 # ---------------------------------------------------------------- append
 
 
+@pytest.mark.sampled(quick=2, slow=3)
 @pytest.mark.parametrize("page_size", [None, 3])
 @pytest.mark.parametrize(
     ("head_dims", "rotary"),
@@ -363,6 +359,7 @@ def test_append(page_size, head_dims, rotary):
     torch.testing.assert_close(v_cache, inputs.v_cache, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_append_and_attend():
     inputs = cache_of((120, 0), 3, (8, 2), (64, 64), page_size=16, seqlen_new=3)
     check(inputs, num_splits=2)
@@ -390,6 +387,7 @@ def test_bad_lengths_and_pages_write_nothing_outside(page_size):
 # ---------------------------------------------------------------- merge
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize(("dtype", "head_dim_v"), [(FP32, 70), (BF16, 7)])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_merge(dtype, head_dim_v, has_sinks):

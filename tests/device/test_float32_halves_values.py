@@ -98,6 +98,7 @@ def wide(*shape, seed=0, powers=30):
     return x * 2.0 ** exponents.float()
 
 
+@pytest.mark.sampled(quick=0, slow=3)
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128, 136, 192, 256])
 def test_halves_add_up(head_dim):
     """Blocks of very different magnitudes, wide ranges in a block, a last block of a few rows."""
@@ -114,6 +115,7 @@ def test_halves_add_up(head_dim):
         check(x, target, scale)
 
 
+@pytest.mark.slow
 def test_strides():
     """Slices of one tensor are read where they lie."""
     q, k, v = randn(2, 70, 3, 2, 64).unbind(2)
@@ -122,6 +124,7 @@ def test_strides():
         check(x, target, scale)
 
 
+@pytest.mark.slow
 def test_blocks_of_columns_of_v():
     """Each block of columns has scales of its own."""
     v = randn(1, 70, 1, 240)
@@ -133,6 +136,7 @@ def test_blocks_of_columns_of_v():
     check(v[..., 120:], made.halves[3], made.scales[3])
 
 
+@pytest.mark.slow
 def test_magnitudes_at_the_ends_of_float32():
     x = torch.stack([randn(64, 1, 64) * factor for factor in (1e37, 1e30, 1e-30, 1e-35, 2.0**-120)]).clamp(max=3.4e38)
     made = split(x, randn(5, 64, 1, 64))
@@ -140,6 +144,7 @@ def test_magnitudes_at_the_ends_of_float32():
     assert (made.scales[1][:, 0].log2() == torch.tensor([[110.0], [87.0], [-112.0], [-112.0], [-112.0]])).all()
 
 
+@pytest.mark.slow
 def test_rows_far_below_the_others():
     """In q and k these rows alone are NaN, so that what depends on them is computed again. Other rows are unchanged."""
     x = randn(1, 130, 2, 40)
@@ -157,6 +162,7 @@ def test_rows_far_below_the_others():
     check(x, target, scale)
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize("is_v", [False, True], ids=["k", "v"])
 def test_zeros(is_v):
     x = torch.zeros(2, 130, 1, 64)
@@ -168,6 +174,7 @@ def test_zeros(is_v):
     assert (scale[0] == 2.0**least).all()
 
 
+@pytest.mark.slow
 def test_rows_past_seqused_k():
     """Entries without keys, one that ends in a block, and one of whole blocks: a NaN past their ends is not read."""
     k, v = randn(4, 150, 1, 64), randn(4, 150, 1, 96, seed=1)
@@ -184,6 +191,7 @@ def test_rows_past_seqused_k():
     assert made.halves[0][0, ..., :64].isnan().all()  # q has all its rows
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize("used", [None, (9, 0, 70, 0, 1)], ids=["all keys", "seqused_k"])
 def test_packed_sequences(used):
     """Sequence s begins at block cu_seqlens[s] // 64 + s; rows that belong to no sequence become 0."""
@@ -217,6 +225,7 @@ def test_packed_sequences(used):
         assert (target[starts[-1] :] == 0).all(), "rows of no sequence"
 
 
+@pytest.mark.slow
 def test_packed_sequences_that_fill_all_blocks():
     """The second of two sequences has the very last block."""
     x, starts = randn(64 + 70, 1, 64), offsets((64, 70))
@@ -263,7 +272,8 @@ RANGES = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (40, 96, 128))])
+@pytest.mark.sampled(quick=4, slow=4)
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
 @pytest.mark.parametrize("name", RANGES)
 def test_a_block_of_v_with_a_wide_range_is_nan(name, head_dim):
     """All magnitudes are between 1 and 2 except where changed; the block before and the other head stay numbers."""

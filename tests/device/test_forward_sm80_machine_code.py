@@ -29,12 +29,14 @@ ELSEWHERE = [
 ]
 
 
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize(("arch", "head_dim", "dtype"), ELSEWHERE)
 def test_every_architecture(arch, head_dim, dtype):
     asked = problem(head_dim, head_dim, dtype=dtype)
     sm80_forward.compiled(asked, heuristics_sm80.forward_config_sm80(asked, arch), arch)
 
 
+@pytest.mark.slow
 def test_exponentials_on_both_pipes():
     asked, config = problem(64, 64), ForwardConfigSm80(tile_m=128, num_warps=8, exp2_fma_period=4)
     code = sm80_forward.compiled(asked, config, "sm_89").code

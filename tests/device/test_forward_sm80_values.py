@@ -242,17 +242,14 @@ ROAD_FLOAT32 = {
 }
 
 
-# other tests run the same kernels
-SLOW = {"float32 seqused, head dims 192 and 256", "float32 4-byte copies", "2-byte copies, packed"}
-SLOW |= {"float32 packed window softcap sinks"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
+@pytest.mark.sampled(quick=1, slow=5)
+@pytest.mark.parametrize("name", CASES)
 def test_values(name):
     for call in CASES[name]:
         check(call)
 
 
+@pytest.mark.slow
 def test_more_sequences_than_a_warp_has_lanes():
     """The search for a tile's sequence takes 32 at a time, among them empty sequences and rows without a sequence."""
     lengths = [0 if b % 7 == 3 else 1 + b % 3 for b in range(70)]
@@ -260,14 +257,12 @@ def test_more_sequences_than_a_warp_has_lanes():
     check(call_of(16, 16, starts[-1] + 2, starts[-1], causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts))
 
 
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize(
     ("dtype", "config"),
     [
         *(pytest.param(torch.bfloat16, config, id=name) for name, config in ROAD.items()),
-        *(
-            pytest.param(FLOAT32, config, id=f"float32 {name}", marks=pytest.mark.slow)
-            for name, config in ROAD_FLOAT32.items()
-        ),
+        *(pytest.param(FLOAT32, config, id=f"float32 {name}") for name, config in ROAD_FLOAT32.items()),
     ],
 )
 def test_no_order_of_copies_and_warps_matters(dtype, config):
@@ -276,6 +271,7 @@ def test_no_order_of_copies_and_warps_matters(dtype, config):
         check(call, config, copies_late=copies_late, warps_reversed=warps_reversed)
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT32])
 def test_scores_that_grow_are_rescaled_lazily(dtype):
     call = call_of(64, 64, 64, 320, dtype=dtype, causal=True)
@@ -283,12 +279,13 @@ def test_scores_that_grow_are_rescaled_lazily(dtype):
     check(call)
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize(
     ("dtype", "head_dims"),
     [
         (torch.bfloat16, (64, 64)),
         (FLOAT32, (64, 64)),
-        pytest.param(FLOAT32, (5, 7), marks=pytest.mark.slow),
+        (FLOAT32, (5, 7)),
     ],
 )
 def test_nan_of_a_hidden_key_stays_hidden(dtype, head_dims):
@@ -302,6 +299,7 @@ def test_nan_of_a_hidden_key_stays_hidden(dtype, head_dims):
     assert comparison.ok, str(comparison)
 
 
+@pytest.mark.slow
 def test_infinity_in_float32():
     """An infinity has no low limb; it does not reach other columns."""
     call = call_of(192, 256, 16, 70, dtype=FLOAT32, seqused_k=[70])
@@ -312,6 +310,7 @@ def test_infinity_in_float32():
     assert comparison.ok, str(comparison)
 
 
+@pytest.mark.slow
 def test_float32_over_many_keys():
     """The tensor cores truncate: a sum that stayed in them would be too small."""
     call = call_of(64, 64, 16, 600, heads=(1, 1), dtype=FLOAT32, causal=True)
@@ -330,6 +329,7 @@ def shifted(t: torch.Tensor, count: int) -> torch.Tensor:
     return storage[first : first + t.numel()].view(t.shape)
 
 
+@pytest.mark.slow
 def test_tensors_of_any_alignment():
     call = call_of(64, 64, 40, 70, dtype=torch.float16, causal=True)
     for count, expected in ((8, 16), (4, 8), (1, 2), (2, 4)):
@@ -352,6 +352,7 @@ def without_waits(kernel: ptx_interpreter.Program) -> ptx_interpreter.Program:
     )
 
 
+@pytest.mark.slow
 def test_the_interpreter_sees_a_missing_wait():
     call = call_of(64, 64, 16, 64, causal=True)
     assert not computed(call)[0].isnan().any()
@@ -369,6 +370,7 @@ def _random_calls(dtype: torch.dtype, count: int):
     return itertools.islice((pytest.param(call, id=f"{dtype} {call.seed}") for call, taken in is_taken if taken), count)
 
 
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize("call", [*_random_calls(torch.bfloat16, 1), *_random_calls(FLOAT32, 1)])
 def test_random_calls(call):
     check(call)

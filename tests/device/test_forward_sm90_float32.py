@@ -51,13 +51,10 @@ def compiled(question, config):
     return machine_code.read(*launch.compile_request(question, config)[2:])
 
 
-# compiled by `make test`, too; the others by `make test-all`
-QUICK = ("64", "128 causal", "128 packed causal seqused", "256")
-
-
+@pytest.mark.sampled(quick=0, slow=4)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[*needs_compiler, *([] if name in QUICK else [pytest.mark.slow])]) for name in QUESTIONS],
+    [pytest.param(name, marks=needs_compiler) for name in QUESTIONS],
 )
 def test_machine_code(name):
     question = QUESTIONS[name]
@@ -78,10 +75,11 @@ def test_machine_code(name):
     assert code.count("UTMALDG") >= 2 * (config.num_warpgroups + 2)
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("64 causal", marks=[*needs_compiler, pytest.mark.slow]),
+        pytest.param("64 causal", marks=needs_compiler),
         pytest.param("128", marks=needs_compiler),
     ],
 )
@@ -96,6 +94,7 @@ def test_three_products_for_one_of_16_bits(name):
     assert code.count(r"WARPGROUP\.ARRIVE") == of_16_bits.count(r"WARPGROUP\.ARRIVE")
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize(
     "kernel",
     [

@@ -42,6 +42,7 @@ def asked(head_dim, head_dim_v, out_dtype=torch.bfloat16, **options):
     return replace(problem(head_dim, head_dim_v, **options), dtype=torch.float8_e4m3fn, quantization=quantization)
 
 
+@pytest.mark.sampled(quick=0, slow=3)
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 @pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed")
 @pytest.mark.parametrize("keys_last", [False, True])
@@ -84,9 +85,9 @@ def test_machine_code(question, keys_last):
     assert code.count(r"WARPGROUP\.ARRIVE") < code.count("QGMMA")
 
 
+@pytest.mark.sampled(quick=0, slow=5)
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 @pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed")
-@pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("row", SHIPPED, ids=str)
 def test_machine_code_of_warps_that_transpose(request, row, is_packed):

@@ -32,32 +32,12 @@ OTHERS = {
 }
 
 
-# kernels beside these, each with some of the same code
-SLOW = {"64 packed causal", "256 packed causal", "128 seqused"}
-SLOW |= {
-    "64 to 4096",
-    "64 causal to 8192",
-    "96 from 1",
-    "128 to 4096",
-    "128 causal to 4096",
-    "192 from 1",
-    "256 from 1",
-}
-SLOW |= {row.name for row in ROWS if row.name.startswith(("96", "192 ")) and "causal" in row.name}
-
-
-def marks_of(name):
-    return [pytest.mark.slow] if name in SLOW else []
-
-
+@pytest.mark.sampled(quick=1, slow=7)
 @pytest.mark.parametrize(
     ("asked", "config"),
     [
-        *(pytest.param(row.problem, row.config, id=row.name, marks=marks_of(row.name)) for row in ROWS),
-        *(
-            pytest.param(asked, heuristics.forward_config_sm90(asked), id=name, marks=marks_of(name))
-            for name, asked in OTHERS.items()
-        ),
+        *(pytest.param(row.problem, row.config, id=row.name) for row in ROWS),
+        *(pytest.param(asked, heuristics.forward_config_sm90(asked), id=name) for name, asked in OTHERS.items()),
     ],
 )
 def test_machine_code(asked, config, request):

@@ -83,10 +83,11 @@ def cases():
 NAMES = ["pages of n128", "pages of n96", "n128", "n128 every step", "n192", "n96", "n32", "apart", "sink", "softcap"]
 
 
+@pytest.mark.sampled(quick=1, slow=5)
 @pytest.mark.parametrize(
     "spread",
     [
-        pytest.param(1.0, id="normal", marks=pytest.mark.slow),
+        pytest.param(1.0, id="normal"),
         pytest.param(6.0, id="peaked"),
         pytest.param(-3.0, id="all below 0"),
     ],
@@ -141,6 +142,7 @@ def test_values(name, spread):
     assert p.max() <= 448
 
 
+@pytest.mark.sampled(quick=1, slow=0)
 @pytest.mark.parametrize("name", ["n128", "sink"])
 def test_a_row_without_keys(name):
     """out is 0, and lse is the sink or -inf, exactly."""

@@ -26,14 +26,11 @@ CASES = {
     "128 as they lie": (Kernel(BF16, 128, 128, False, rotates=True), 8, 4, 80),
     "128 packed": (Kernel(BF16, 128, 128, True, rotates=True, is_packed=True), 8, 4, 80),
 }
-OTHER_ARCH = ("128",)  # the cases that quick tests compile for another architecture
 
 
-@pytest.mark.parametrize(
-    ("name", "arch"),
-    [(name, "sm_90a") for name in CASES]
-    + [pytest.param(name, "sm_89", marks=() if name in OTHER_ARCH else pytest.mark.slow) for name in CASES],
-)
+@pytest.mark.sampled(quick=0, slow=3)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_89"])
+@pytest.mark.parametrize("name", CASES)
 def test_machine_code(name, arch):
     kernel, loads, stores, registers = CASES[name]
     code = machine_code.read(arch, functools.partial(launch.trace, kernel))
@@ -49,7 +46,8 @@ def test_machine_code(name, arch):
     assert code.count(r"F2FP\.\S*E4M3") == 3 * 2 * 4 * loads
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_89", marks=pytest.mark.slow)])
+@pytest.mark.sampled(quick=0, slow=1)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_89"])
 def test_layout_of_e4m3(arch):
     code = machine_code.read(arch, functools.partial(launch.trace, LayoutKernel(128, is_packed=True)))
     assert code.spills == 0

@@ -74,6 +74,7 @@ def make(lengths=(70, 150), heads=(2, 1), head_dims=(64, 64), batch=2, dtype=BF1
     return q, k, v
 
 
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize(
     ("head_dims", "dtype"),
     [((64, 64), BF16), ((128, 128), FP16), ((256, 192), BF16), ((16, 48), BF16), ((112, 80), FP16), ((96, 32), BF16)],
@@ -104,6 +105,7 @@ def packed(lengths_q=(5, 0, 70, 64, 33), lengths_k=(9, 4, 130, 0, 66), slack=70)
     return (q, k, v), {"cu_seqlens_q": offsets(lengths_q), "cu_seqlens_k": offsets(lengths_k)}
 
 
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize("used", [None, (9, 0, 70, 0, 1)], ids=["all keys", "seqused_k"])
 def test_packed_sequences(use_kernels, keys_last, used):
     tensors, options = packed()
@@ -115,6 +117,7 @@ def test_packed_sequences(use_kernels, keys_last, used):
     check(use_kernels, keys_last, *tensors, **options)
 
 
+@pytest.mark.sampled(quick=0, slow=1)
 def test_hidden_keys(use_kernels, keys_last):
     """Entries without keys, one whose last block is hidden, and one with all keys."""
     q, k, v = make(lengths=(3, 150), batch=3)
@@ -125,6 +128,7 @@ def test_hidden_keys(use_kernels, keys_last):
     check(use_kernels, keys_last, q, k, v, seqused_k=used)
 
 
+@pytest.mark.sampled(quick=1, slow=2)
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 @pytest.mark.parametrize("rotate", [True, False])
 def test_means(use_kernels, keys_last, rotate, kind):
@@ -142,6 +146,7 @@ def test_means(use_kernels, keys_last, rotate, kind):
     assert actual.score_shift is not None
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize("rotate", [True, False])
 def test_nan_and_inf_stay_in_their_rows(use_kernels, keys_last, rotate):
     """They do not reach the scale of their block either: inf - inf, inf alone, NaN, and sums of the largest float32."""
@@ -173,6 +178,7 @@ def test_strides(use_kernels, keys_last):
     check(use_kernels, keys_last, q, k[:, :, 2:], v[:, :, :2])
 
 
+@pytest.mark.sampled(quick=1, slow=0)
 @pytest.mark.parametrize("head_dim", [64, 208])
 def test_keys_last_of_e4m3(monkeypatch, head_dim):
     """V that the caller has quantized."""
@@ -185,5 +191,6 @@ def test_keys_last_of_e4m3(monkeypatch, head_dim):
     assert torch.equal(stored, expected)
 
 
+@pytest.mark.slow
 def test_random_seed_of_signs(use_kernels):
     check(use_kernels, True, *make(lengths=(5, 5), head_dims=(128, 64)), seed=-(10**20))

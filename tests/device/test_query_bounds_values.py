@@ -169,7 +169,8 @@ def computed(problem, inputs, config, **order):
     )
 
 
-@pytest.mark.parametrize("first", [pytest.param(n, marks=() if n < 8 else pytest.mark.slow) for n in range(0, 200, 8)])
+@pytest.mark.sampled(quick=0, slow=5)
+@pytest.mark.parametrize("first", range(0, 200, 8))
 def test_the_kernel_writes_what_the_reference_does(first):
     for seed in range(first, first + 8):
         call, config = RandomCall(seed, deterministic=seed % 8 > 5), CONFIGS[seed % 2]

@@ -73,15 +73,12 @@ NAMES = [
 ]
 
 
-def cases(quick: int, all_names: list) -> list:
-    """Parameters of a test, of which one runs in the quick suite."""
-    return [
-        pytest.param(names, id=" ".join(sorted(names)), marks=() if i == quick else pytest.mark.slow)
-        for i, names in enumerate(all_names)
-    ]
+def cases(all_names: list) -> list:
+    return [pytest.param(names, id=" ".join(sorted(names))) for names in all_names]
 
 
-@pytest.mark.parametrize("names", cases(2, NAMES))
+@pytest.mark.sampled(quick=1, slow=1)
+@pytest.mark.parametrize("names", cases(NAMES))
 def test_forward(names):
     problem, inputs, options = posed(names, 90, 130)
     config = heuristics_sm80.forward_config_sm80(problem, ARCH)
@@ -103,6 +100,7 @@ def test_forward(names):
     assert all(row.ok for row in found), "\n".join(map(str, found))
 
 
+@pytest.mark.slow
 def test_dropout_of_some_heads_of_a_call():
     """A kernel whose q has heads 3 and 4 of 7 drops the pairs that these heads have in the whole call."""
     problem, inputs, _ = posed({"dropout_p"}, 40, 50)
@@ -129,7 +127,8 @@ def oracle_gradients(inputs, options, dout, dtype) -> dict:
     return {n: x.nan_to_num(nan=0.0) for n, x in zip(leaves, found, strict=True)}
 
 
-@pytest.mark.parametrize("names", cases(1, [*NAMES[:2], NAMES[2] | {"deterministic"}]))
+@pytest.mark.sampled(quick=1, slow=1)
+@pytest.mark.parametrize("names", cases([*NAMES[:2], NAMES[2] | {"deterministic"}]))
 def test_gradients(names):
     problem, inputs, options = posed(names, 70, 90)
     dout = normal(*inputs.q.shape, dtype=torch.bfloat16)
@@ -147,6 +146,7 @@ def test_gradients(names):
         assert name in TERMS or error.ok, str(error)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_block_in_between_that_sees_none_of_the_keys():
     """Queries 0 to 63 and 128 to 191 see the first tile of keys, and the block between them sees the other one."""
     rows, keys = 192, 128
@@ -164,6 +164,7 @@ def test_gradients_of_a_block_in_between_that_sees_none_of_the_keys():
         assert error.ok, str(error)
 
 
+@pytest.mark.slow
 def test_a_packed_bias_with_too_few_columns_is_not_left():
     """The host does not know the lengths. Keys without a column have the bias of the last one, and give it nothing."""
     rows, keys, columns = 40, 50, 30

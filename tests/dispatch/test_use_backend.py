@@ -223,6 +223,7 @@ def python(code, **environment):
     )
 
 
+@pytest.mark.slow
 def test_the_environment():
     code = """
 import torch, onepass
@@ -342,6 +343,7 @@ def test_what_an_interactive_python_shows_is_a_call():
 # ---------------------------------------------------------------- torch.compile
 
 
+@pytest.mark.slow
 def test_another_choice_for_the_process_makes_another_graph(ran):
     for call in CALLS.values():
         if call is CALLS["QuantizedQKV"]:

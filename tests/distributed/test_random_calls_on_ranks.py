@@ -8,17 +8,10 @@ from ranks import run_ranks
 CALLS = 24
 
 
+@pytest.mark.sampled(quick=2, slow=3)
 @pytest.mark.parametrize(
     ("num_ranks", "first"),
-    [
-        (3, 0),
-        (4, 0),
-        *(
-            pytest.param(n, first, marks=pytest.mark.slow)
-            for n in (1, 2, 4, 6, 8)
-            for first in (100 * n, 100 * n + CALLS)
-        ),
-    ],
+    [(3, 0), (4, 0), *((n, first) for n in (1, 2, 4, 6, 8) for first in (100 * n, 100 * n + CALLS))],
 )
 def test_random_calls(num_ranks, first):
     run_ranks(num_ranks, whole_calls.check, list(range(first, first + CALLS)))

@@ -162,6 +162,7 @@ def check_steps(num_ranks, heads, kv_heads, steps):
     assert len(computed) == heads * 24
 
 
+@pytest.mark.sampled(quick=1, slow=3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_pieces_fill_buffers(name):
     """Each row of a buffer of keys comes from the rank that owns its token, and buffers hold all keys that are seen."""

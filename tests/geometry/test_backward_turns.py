@@ -130,6 +130,7 @@ def test_turns_cost_little(left, right, group, head_dim, most):
     assert in_turns < most * free, (free, in_turns)
 
 
+@pytest.mark.sampled(quick=2, slow=2)
 @pytest.mark.parametrize("group", [4, 8])
 @pytest.mark.parametrize("seqlen", [2048, 8192])
 def test_groups_of_heads_are_balanced(seqlen, group):

@@ -223,6 +223,7 @@ def test_rows_decide_where_the_warps_lie(seqlen_q, tile_m, is_few):
     assert config.positions(problem()) >= min(seqlen_q, 16)
 
 
+@pytest.mark.slow
 def test_configurations_of_hopper():
     """Every head dim has a configuration that fits, and all its warpgroups have rows; only few rows are Ampere's."""
     for (d, dv), heads, seqlen_q, split_size, softcap in itertools.product(

@@ -1,13 +1,16 @@
 """The record of GPU tests: which of them have passed on a GPU, and whether the kernels have changed since.
 
-    python tests/gpu/record.py check                                    make gpu-record
+    python tests/gpu/record.py check [--kernels N]                      make gpu-record
     python tests/gpu/record.py add LOG... --gpu "NVIDIA H200" --backend sm90 --commit COMMIT --date DATE
 
-LOG is what `pytest -v -m gpu tests/gpu ...` printed, whole or cut off by a time limit. The record
+LOG is what `pytest -v -m gpu tests/gpu ...` printed, whole or truncated by a time limit. The record
 (benchmarks/results/h200-tests.json) has a row for each test file and backend: how many of its tests passed, failed and
-were skipped, and a digest of the kernels' sources at that commit. A new row takes the place of the old one, so logs of
-runs that belong together are passed together: a test that several logs name counts once, with its last outcome. A
-test that is no longer in the suite is left out, and named.
+were skipped, and with which kernels. Kernels are known by the digests of their machine code
+(tests/support/code_digests.py), so a change of the host's code makes no row stale. `check` compiles the kernels and
+compares them, all of them or N drawn at random.
+
+A new row replaces the old one, so logs of runs that belong together are passed together: a test that several logs name
+counts once, with its last outcome. A test that is no longer in the suite is left out, and named.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -28,16 +32,18 @@ OUTCOME = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED) (?:\[ *\d+%\] )?(tests/gpu/
 OUTCOME_LAST = re.compile(r"(tests/gpu/test_\w+\.py::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
-def kernel_sources() -> str:
-    """A digest of the names and contents of the sources that kernels depend on."""
-    sys.path.insert(0, str(ROOT))
-    from onepass.kernels.compiler import sources
+def digests(count: int | None = None) -> dict[str, str]:
+    """Digests of the machine code of shipped kernels by name: of all, or of as many that are drawn at random."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+    import code_digests
 
-    digest = hashlib.sha256()
-    for path in sources.of_kernels(sources.PACKAGE):
-        digest.update(path.relative_to(sources.PACKAGE).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    drawn = [] if count is None else random.sample([name for name, _ in code_digests.requests()], count)
+    return code_digests.digests(drawn)
+
+
+def known_as(kernels: dict[str, str]) -> str:
+    """A short name for kernels with these digests."""
+    return hashlib.sha256(json.dumps(kernels, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def outcomes(log: str) -> dict[str, str]:
@@ -52,7 +58,7 @@ def outcomes(log: str) -> dict[str, str]:
 
 
 def added(record: dict, tests: dict[str, str], about: dict[str, str]) -> dict:
-    """The record with the outcomes of more tests. `about` holds commit, date, sources, gpu and backend of the rows."""
+    """The record with the outcomes of more tests. `about` holds commit, date, kernels, gpu and backend of the rows."""
     rows = {(row["file"], row["backend"]): row for row in record["rows"]}
     by_file: dict[str, dict[str, str]] = defaultdict(dict)
     for name, outcome in tests.items():
@@ -65,7 +71,9 @@ def added(record: dict, tests: dict[str, str], about: dict[str, str]) -> dict:
             "skipped": values.count("SKIPPED"),
         }
         rows[file, about["backend"]] = {"file": file, **about, **counts}
-    return {**record, "rows": [rows[key] for key in sorted(rows)]}
+    named = {row["kernels"] for row in rows.values()}
+    kernels = {name: found for name, found in record["kernels"].items() if name in named}
+    return {**record, "kernels": kernels, "rows": [rows[key] for key in sorted(rows)]}
 
 
 def collected() -> list[str]:
@@ -87,10 +95,14 @@ def collected() -> list[str]:
     return re.findall(r"^tests/gpu/test_\w+\.py::.*", out, re.MULTILINE)
 
 
-def report(record: dict, names: list[str], sources: str) -> list[str]:
+def report(record: dict, names: list[str], kernels: dict[str, str]) -> list[str]:
     """A line for each test file: the tests that have run on a GPU, and whether they ran with these kernels.
 
     A file that has also run with another backend than sm90 has a line for it, too.
+
+    Args:
+        names: the GPU tests that there are.
+        kernels: digests of the kernels as they are now, by name.
     """
     counts = Counter(name.split("::")[0].removeprefix("tests/gpu/") for name in names)
     rows = {(row["file"], row["backend"]): row for row in record["rows"]}
@@ -101,10 +113,13 @@ def report(record: dict, names: list[str], sources: str) -> list[str]:
         if row is None:
             lines.append(f"{name:40} never recorded ({count} tests)")
             continue
-        age = "these kernels" if row["sources"] == sources else f"older kernels ({row['commit'][:7]}, {row['date']})"
+        then = record["kernels"].get(row["kernels"], {})
+        changed = [kernel for kernel, digest in kernels.items() if then.get(kernel) != digest]
+        age = f"{len(changed)} of {len(kernels)} kernels have changed since" if changed else "these kernels"
         ran = row["passed"] + row["failed"] + row["skipped"]
         lines.append(
-            f"{name:40} {row['passed']} of {count} passed, {row['failed']} failed, {count - ran} not run; {age}"
+            f"{name:40} {row['passed']} of {count} passed, {row['failed']} failed, {count - ran} not run; "
+            f"{age} ({row['commit'][:7]}, {row['date']}, {row['gpu']})"
         )
     return lines
 
@@ -112,7 +127,7 @@ def report(record: dict, names: list[str], sources: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("check")
+    commands.add_parser("check").add_argument("--kernels", type=int, help="compare so many kernels (default: all)")
     add = commands.add_parser("add")
     add.add_argument("logs", nargs="+", type=Path)
     for name in ("gpu", "backend", "commit", "date"):
@@ -120,7 +135,7 @@ def main() -> int:
     arguments = parser.parse_args()
     record = json.loads(RECORD.read_text())
     if arguments.command == "check":
-        print("\n".join(report(record, collected(), kernel_sources())))
+        print("\n".join(report(record, collected(), digests(arguments.kernels))))
         return 0
     tests: dict[str, str] = {}
     for log in arguments.logs:
@@ -128,7 +143,9 @@ def main() -> int:
     for name in sorted(tests.keys() - set(collected())):
         print(f"left out, for there is no such test any more: {name} {tests.pop(name)}")
     names = ("commit", "date", "gpu", "backend")
-    about = {"sources": kernel_sources(), **{name: getattr(arguments, name) for name in names}}
+    kernels = digests()
+    record["kernels"][known_as(kernels)] = kernels
+    about = {"kernels": known_as(kernels), **{name: getattr(arguments, name) for name in names}}
     RECORD.write_text(json.dumps(added(record, tests, about), indent=1) + "\n")
     return 0
 

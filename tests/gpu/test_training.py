@@ -1,5 +1,6 @@
 """A small transformer trained with onepass on a Hopper GPU and with torch's dense attention: the same loss curve."""
 
+import pytest
 import torch
 from gpu_cases import BACKEND, BF16, DEVICE, needs_hopper, size
 from torch import nn
@@ -93,6 +94,7 @@ def distance(a, b):
     return float((a[0] - b[0]).abs().max()), float(((a[1] - b[1]).abs().sum(0) / b[1].sum(0)).max())
 
 
+@pytest.mark.slow  # 4 s on a CPU
 def test_training_curves_agree():
     dense, rounded, mine = (train(attention) for attention in (with_torch, with_torch_in_bf16, with_onepass))
     assert dense[0][-1] < size(0.05, 3.0) < dense[0][0], "not learned: gradients of attention are hardly tested"

@@ -438,6 +438,7 @@ def test_a_table_elsewhere(tmp_path, own):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["shipped.json", "table.json"]
 
 
+@pytest.mark.slow
 def test_concurrent_writers_lose_nothing(own):
     code = f"""
 import sys

@@ -4,28 +4,26 @@
     python tests/support/code_digests.py compare FILE   after it: lists the kernels whose code differs
 
 A digest covers the instructions of a kernel and nothing else: names of modules and functions do not count. No GPU is
-needed. Compiling all kernels takes about 5 minutes on 2 cores; names of kernels after FILE select some of them.
+needed. Compiling all kernels takes about 5 minutes on 2 cores; names of kernels after FILE select some of them. The
+record of GPU tests holds such digests, too (tests/gpu/record.py).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import functools
-import hashlib
 import json
 import multiprocessing
 import os
-import struct
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import machine_code
 import torch
 from shipped import CAUSAL, ROWS, problem
 
-from onepass.kernels.compiler import compile
 from onepass.kernels.config import HOPPER
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.heuristics import sm90 as heuristics
@@ -184,34 +182,15 @@ def _memory_bound() -> Iterator[tuple[str, Request]]:
         yield name, (HOPPER, functools.partial(append_launch.trace_append, key))
 
 
-def digest(request: Request) -> str:
-    """The digest of a kernel's instructions, after compiling it in this process."""
-    arch, trace = request
-    with tempfile.TemporaryDirectory() as directory:
-        options = f"{compile.OPTIONS} --keep-cubin --dump-dir={directory}"
-        code = sorted(_sections(compile.compile_now(arch, trace, options).__cubin__, b".text"))
-    assert code
-    return hashlib.sha256(b"".join(code)).hexdigest()[:16]
-
-
-def _sections(elf: bytes, prefix: bytes) -> Iterator[bytes]:
-    """The contents of the sections of a 64-bit ELF file whose names begin like this."""
-    (table,) = struct.unpack_from("<Q", elf, 40)
-    entry_bytes, count, names = struct.unpack_from("<HHH", elf, 58)
-    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * entry_bytes) for i in range(count)]
-    for name, _, _, _, offset, size in headers:
-        if elf[headers[names][4] + name :].startswith(prefix):
-            yield elf[offset : offset + size]
-
-
 def _digest_by_name(name: str) -> tuple[str, str]:
     try:
-        return name, digest(dict(requests())[name])
+        return name, machine_code.read(*dict(requests())[name]).digest
     except Exception as error:
         return name, f"failed: {error!r}"[:300]
 
 
 def digests(selected: list[str]) -> dict[str, str]:
+    """The digests by name, of all kernels or of those with one of these words in their names."""
     names = [name for name, _ in requests() if not selected or any(part in name for part in selected)]
     found = {}
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:

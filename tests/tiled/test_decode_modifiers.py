@@ -309,6 +309,7 @@ def test_each_tensor_that_requires_a_gradient_is_in_the_graph():
             torch.autograd.grad(out.sum(), leaf, retain_graph=True)
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_backward_is_refused_when_it_comes(backend):
     torch._dynamo.reset()

@@ -336,6 +336,7 @@ assert torch.equal(first, second), (first - second).abs().max()
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_process_is_exact():
     """MKL's vector exp, first called by two threads at once, had errors of 1.5e-4 in one process out of five."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}

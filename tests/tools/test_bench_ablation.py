@@ -241,6 +241,7 @@ def test_report(tmp_path):
     assert row["contenders"][FULL]["relative_speed"] == {"median": 1.0, "p20": 1.0, "p80": 1.0}
 
 
+@pytest.mark.slow
 def test_report_of_a_backward(tmp_path):
     path = tmp_path / "ablation.json"
     report = ablation.ablate(BACKWARD_CASE, BACKWARD, QUICK, path)
@@ -312,6 +313,7 @@ def test_the_papers_figures_stand_beside_its_own_case():
     assert ablation._about(table[0], replace(PAPER_CASE, dtype="bfloat16"))["paper_tflops"] is None
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_finished_rounds(tmp_path):
     path = tmp_path / "ablation.json"
 

@@ -22,6 +22,7 @@ from onepass.bench.timing import Samples
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_command_on_two_ranks(tmp_path):
     path = tmp_path / "rows.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -49,6 +49,7 @@ def test_pages_are_those_of_the_same_memory():
     assert torch.equal(rows[16:32], step.v_cache.view(-1, 16, 2, 16)[paged.page_table[1, 1], :, 0])
 
 
+@pytest.mark.slow
 def test_bench_decode(tmp_path):
     path, plot = tmp_path / "decode.json", tmp_path / "decode.png"
     arguments = [
@@ -203,6 +204,7 @@ def test_suite_says_what_is_wrong(suite, monkeypatch, tmp_path):
         suite.parse_cases("b1k1024h8d64")
 
 
+@pytest.mark.slow
 def test_suite_of_e4m3_caches(suite, monkeypatch, tmp_path, capsys):
     """Every call is right by tiles, and its kernels have been compiled ahead of time."""
     e4m3 = decode_e4m3

@@ -11,6 +11,7 @@ from onepass.dispatch import fp8
 from onepass.kernels.launch import quantize as launch
 
 
+@pytest.mark.slow
 def test_shares_of_a_copy(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "DEVICE", "cpu")
     launched = set()

@@ -220,6 +220,7 @@ def test_peak_memory_sees_a_known_allocation(monkeypatch):
         assert any(56 <= peak.extra_bytes / 2**20 <= 72 for peak in found), found
 
 
+@pytest.mark.slow
 def test_memory_rows_come_from_a_fresh_process():
     case = Case.square(2048, 1, 32, dtype="float32")
     report = run.run([CaseSet("small", "", (case,), measure="memory")], replace(QUICK, peers=["sdpa"]))

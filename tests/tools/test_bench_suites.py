@@ -416,6 +416,7 @@ def ampere(backward, monkeypatch):
     sm80.configurations.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("direction", "wrong"), [("fwd", "out"), ("bwd", "dv")])
 def test_ampere_grid(ampere, tmp_path, capsys, direction, wrong):
     options = ("--direction", direction, "--rounds", "2", "--dtype", "float32")

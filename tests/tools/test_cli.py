@@ -124,6 +124,7 @@ def test_verify_quick(tmp_path):
     assert "512 keys (there 8192" in result.output
 
 
+@pytest.mark.slow
 def test_verify_fails_if_an_error_is_over_its_budget(monkeypatch):
     right = onepass.attention
 
@@ -162,6 +163,7 @@ def test_the_bar_of_fp8_is_that_of_the_paper_at_its_length(monkeypatch, baseline
     assert not rows[table3.ONEPASS].ok
 
 
+@pytest.mark.slow
 def test_bench_smoke(tmp_path):
     path, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     arguments = ["bench", "smoke", "--device", "cpu", "--rounds", "2", "--peers", "sdpa,fa4"]
@@ -176,6 +178,7 @@ def test_bench_smoke(tmp_path):
     assert picture.exists()
 
 
+@pytest.mark.slow
 def test_bench_filters(tmp_path):
     path = tmp_path / "bench.json"
     arguments = ["--rounds", "2", "--only", "direction=bwd", "--dtype", "float64", "--json", str(path)]

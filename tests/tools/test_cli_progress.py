@@ -74,6 +74,7 @@ def test_paragraphs_of_help_are_wrapped_to_the_terminal(monkeypatch):
             assert not after or not line or len(line) + len(after.split()[0]) >= 50, (command, line, after)
 
 
+@pytest.mark.slow
 def test_bench_says_without_a_terminal_how_long_it_takes(monkeypatch):
     monkeypatch.setattr(Steps.__init__, "__defaults__", (0.0,))
     result = invoke("bench", "smoke", "--device", "cpu", "--rounds", "1", "--time-budget", "0.01")

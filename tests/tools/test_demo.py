@@ -131,6 +131,7 @@ def one_key_too_many(q, k, v):
     return onepass.attention(q, k, v, window=(None, 1))
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize("wrong", [nan_row, one_key_too_many])
 def test_a_wrong_result_gives_exit_code_1(monkeypatch, tmp_path, wrong):
     monkeypatch.setitem(demo_layer.CONTENDERS, "onepass", wrong)

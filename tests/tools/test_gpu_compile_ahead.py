@@ -6,11 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from onepass.kernels.compiler import disk_cache
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_of_chosen_tests_are_compiled(tmp_path):
     expression = "test_modifiers and sm80 and alibi and d64 and float32"
     command = [sys.executable, "tests/gpu/compile_ahead.py", "--workers", "2", "-k", expression]

@@ -19,7 +19,7 @@ tests/gpu/test_fp8.py::test_values[64-{'causal': True}] PASSED     [ 10%]
 tests/gpu/test_fp8.py::test_two SKIPPED (no Hopper GPU)            [ 20%]
 [gw1] [ 30%] ERROR tests/gpu/test_graphs.py::test_replay
 """
-ABOUT = {"commit": "1234567890", "date": "2026-11-22", "gpu": "NVIDIA H200", "backend": "sm90", "sources": "new"}
+ABOUT = {"commit": "1234567890", "date": "2026-11-22", "gpu": "NVIDIA H200", "backend": "sm90", "kernels": "new"}
 
 
 def test_outcomes_with_and_without_xdist():
@@ -33,13 +33,15 @@ def test_outcomes_with_and_without_xdist():
 
 
 def test_a_new_row_takes_the_place_of_the_old_one():
-    empty = {"schema": 1, "rows": []}
-    old = record.added(empty, record.outcomes(LOG), {**ABOUT, "sources": "old"})
+    kernels = {"old": {"forward": "1", "backward": "1"}, "new": {"forward": "1", "backward": "2"}}
+    empty = {"schema": 2, "kernels": kernels, "rows": []}
+    old = record.added(empty, record.outcomes(LOG), {**ABOUT, "kernels": "old"})
+    assert list(old["kernels"]) == ["old"]  # no row was run with the others
     counts = {row["file"]: (row["passed"], row["failed"], row["skipped"]) for row in old["rows"]}
     assert counts == {"test_fp8.py": (1, 0, 1), "test_graphs.py": (0, 1, 0), "test_values.py": (1, 1, 0)}
     again = "[gw1] [ 30%] PASSED tests/gpu/test_graphs.py::test_replay"
-    new = record.added(old, record.outcomes(again), ABOUT)
-    assert {row["file"]: row["sources"] for row in new["rows"]} == {
+    new = record.added({**old, "kernels": kernels}, record.outcomes(again), ABOUT)
+    assert {row["file"]: row["kernels"] for row in new["rows"]} == {
         "test_fp8.py": "old",
         "test_graphs.py": "new",
         "test_values.py": "old",
@@ -47,20 +49,25 @@ def test_a_new_row_takes_the_place_of_the_old_one():
     new["rows"].append({**new["rows"][0], "backend": "sm80"})
     tests = {"test_fp8.py": 5, "test_graphs.py": 1, "test_large.py": 2}
     names = [f"tests/gpu/{file}::test_{i}" for file, count in tests.items() for i in range(count)]
-    lines = record.report(new, names, "new")
-    assert [" ".join(line.split()) for line in lines] == [
-        "test_fp8.py (sm80) 1 of 5 passed, 0 failed, 3 not run; older kernels (1234567, 2026-11-22)",
-        "test_fp8.py 1 of 5 passed, 0 failed, 3 not run; older kernels (1234567, 2026-11-22)",
-        "test_graphs.py 1 of 1 passed, 0 failed, 0 not run; these kernels",
+    run = "(1234567, 2026-11-22, NVIDIA H200)"
+    lines = [" ".join(line.split()) for line in record.report(new, names, kernels["new"])]
+    assert lines == [
+        f"test_fp8.py (sm80) 1 of 5 passed, 0 failed, 3 not run; 1 of 2 kernels have changed since {run}",
+        f"test_fp8.py 1 of 5 passed, 0 failed, 3 not run; 1 of 2 kernels have changed since {run}",
+        f"test_graphs.py 1 of 1 passed, 0 failed, 0 not run; these kernels {run}",
         "test_large.py never recorded (2 tests)",
     ]
+    unchanged = record.report(new, names, {"forward": "1"})  # a draw that leaves out the changed one
+    assert all("these kernels" in line for line in unchanged[:3])
 
 
-def test_the_record_is_of_files_that_there_are():
+def test_every_file_has_passed_on_a_gpu():
     if not record.RECORD.exists():
         pytest.skip("the results are not part of the package")
-    rows = json.loads(record.RECORD.read_text())["rows"]
-    assert rows
-    for row in rows:
-        assert (PATH.parent / row["file"]).exists(), row
+    kept = json.loads(record.RECORD.read_text())
+    for row in kept["rows"]:
+        assert row["passed"] > 0, row
         assert row["failed"] == 0, row
+        assert row["kernels"] in kept["kernels"], row
+    files = {path.name for path in PATH.parent.glob("test_*.py")}
+    assert {row["file"] for row in kept["rows"]} == files

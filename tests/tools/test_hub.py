@@ -69,6 +69,7 @@ LOAD = """
 """
 
 
+@pytest.mark.slow
 def test_two_copies(hub):
     """A copy beside an installed onepass has operators, gradients and compiled graphs of its own."""
     code = f"""
@@ -98,6 +99,7 @@ def test_two_copies(hub):
     assert run(code).startswith("_onepass_cpu_")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 def test_a_copy_compiles_kernels(hub, tmp_path):
     code = f"""

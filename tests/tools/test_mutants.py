@@ -73,6 +73,7 @@ def test_what_is_left_alone(source):
 FILES = [path for path in sorted((ROOT / "onepass").rglob("*.py")) if path.name != "__init__.py"]
 
 
+@pytest.mark.slow
 def test_every_change_is_one_line_that_can_be_parsed():
     for path in FILES[::7]:
         source = path.read_bytes()

@@ -85,6 +85,7 @@ def test_what_cannot_be_tuned(hopper, call, error, message):
         onepass.tune(call)
 
 
+@pytest.mark.slow
 def test_the_whole_way(hopper, monkeypatch):
     monkeypatch.setattr(
         tuner.Machine, "here", lambda device: machine(FakeRuns(lambda config: 1.0 + config.tile_n / 1e3))
