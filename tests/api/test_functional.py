@@ -78,6 +78,7 @@ def test_vjp_of_both_outputs_is_that_backward_gradients(function):
         assert torch.equal(result, input_gradient)
 
 
+@pytest.mark.sampled(quick=1, slow=2)
 @pytest.mark.parametrize("function", [attention, attention_varlen, merged])
 def test_jacrev_row_by_row_is_the_jacobian_of_differences(function):
     tensors = leaves(seqlen=5)

@@ -93,6 +93,7 @@ def call_over_a_cache(q, k, v, slopes, bias, starts, **options):
     return onepass.attention_decode(q, k, v, **options, return_lse=True)
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_without_graph_breaks(dynamic):
     torch._dynamo.reset()

@@ -115,6 +115,7 @@ def traced_dtype(request, monkeypatch):
     return torch.bfloat16
 
 
+@pytest.mark.sampled(quick=3, slow=3)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_without_graph_breaks(traced_dtype, dynamic):
     def function(q, k, v, sinks):
@@ -175,6 +176,7 @@ def test_torch_compile_can_wrap_the_defaults_of_a_problem():
         assert field.default in (dataclasses.MISSING, None) or type(field.default) in (bool, int, float, str)
 
 
+@pytest.mark.slow
 def test_compile_with_inductor():
     torch._dynamo.reset()
     q, k, v = qkv(1, 16, dtype=torch.float32)

@@ -364,6 +364,7 @@ def test_another_choice_for_the_process_makes_another_graph(ran):
         assert ran == ["tiled"]
 
 
+@pytest.mark.sampled(quick=2, slow=2)
 @pytest.mark.parametrize("function", ["attention", "attention_varlen", "attention_decode", "fp8"])
 def test_a_block_around_a_compiled_function(ran, function):
     """Operators look for the block when they run, unless their call names a backend."""

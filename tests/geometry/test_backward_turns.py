@@ -116,6 +116,7 @@ def cost(seqlen, left, right, group, head_dim=128, num_ctas=132):
     return tuple(steps)
 
 
+@pytest.mark.sampled(quick=3, slow=6)
 @pytest.mark.parametrize(
     ("left", "right", "group", "head_dim", "most"),
     [

@@ -66,6 +66,7 @@ def test_splits_share_out_the_blocks_of_a_tile(num_splits, split_blocks):
                 assert s * split_blocks <= piece.first < piece.last <= (s + 1) * split_blocks
 
 
+@pytest.mark.sampled(quick=4, slow=8)
 @pytest.mark.parametrize("split_blocks", [0, 1, 3])
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 16])
 def test_warpgroups_of_a_split_see_every_key_once(num_splits, split_blocks):

@@ -118,6 +118,7 @@ def packed_tiles(lengths, slack, tile_m, heads, longest_first, numbers):
         yield first + lane, head, m_block
 
 
+@pytest.mark.sampled(quick=2, slow=4)
 @pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize("slack", [0, 1, 9])
 def test_every_packed_tile_has_one_number(longest_first, slack):

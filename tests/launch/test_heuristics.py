@@ -50,6 +50,7 @@ def test_every_pair_of_head_dims_has_a_configuration():
                 heuristics.forward_config_sm90(asked).check(asked)
 
 
+@pytest.mark.sampled(quick=2, slow=4)
 @pytest.mark.parametrize("arch", launch.ARCHS)
 def test_every_pair_of_head_dims_has_configurations_for_ampere_kernels(arch):
     for head_dim, head_dim_v in itertools.product(range(8, 257, 8), repeat=2):

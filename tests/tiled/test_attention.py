@@ -129,6 +129,7 @@ def test_tile_sizes_do_not_matter(sizes, options):
         torch.testing.assert_close(few, many, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(quick=1, slow=2)
 @pytest.mark.parametrize("magnitude", [1e-3, 10.0, 60.0])
 def test_scores_of_any_size(magnitude):
     """Some scores are correct with reference 0, others need row maxima (budget: float32's rounding)."""

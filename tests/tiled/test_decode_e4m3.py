@@ -167,6 +167,7 @@ def test_operators():
     torch.library.opcheck(torch.ops.onepass.decode_append.default, (*tensors, *new, *options), test_utils=tests)
 
 
+@pytest.mark.sampled(quick=1, slow=3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kind", ["page", "block"])
 def test_compiled_without_a_break(kind, dynamic):
