@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, ModifiedInputs, Modifiers
+from ..problem.lengths import read_values
 from ..validation import fp8
 from ..validation import modifiers as modifier_checks
 from ..validation.attention import check_attention, check_attention_varlen
@@ -66,17 +67,24 @@ def _checked_problem(
         tuning=None,
         modifiers={"given": given, "dropout_p": dropout_p},
     )
+    given_offsets = None
     if not plan.is_packed:
-        return check_attention(*whole, **arguments)
-    given_offsets = plan.on_device("cu_seqlens", tensors[0].device, lambda: offsets(plan, tensors[0].device))
-    return check_attention_varlen(
-        *whole,
-        cu_seqlens_q=given_offsets,
-        cu_seqlens_k=given_offsets,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-        **arguments,
-    )
+        problem = check_attention(*whole, **arguments)
+    else:
+        given_offsets = plan.on_device("cu_seqlens", tensors[0].device, lambda: offsets(plan, tensors[0].device))
+        problem = check_attention_varlen(
+            *whole,
+            cu_seqlens_q=given_offsets,
+            cu_seqlens_k=given_offsets,
+            max_seqlen_q=None,
+            max_seqlen_k=None,
+            **arguments,
+        )
+    if problem.device_type == "cpu":
+        # the values that a backend on the host reads, for all tokens: local calls have lengths of their own
+        modifiers = Modifiers(**given)
+        read_values(problem, ModifiedInputs(*whole, terms.sinks, *[given_offsets] * 2, terms.seqused_k, modifiers))
+    return problem
 
 
 def check_device(plan: ContextPlan, q: Tensor) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..geometry.integers import ceil_div
+from ..validation.scalars import check_int, check_real
 from .layout import Layout, most_keys, most_queries, visible_pairs
 from .schedule import AHEAD, Piece, Schedule, Step
 
@@ -49,6 +50,15 @@ class Hardware:
     backward_step: float = 2.5e-3
     queries: float = 1.4
     gap: float = 0.3e-3
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name in ("itemsize", "multiprocessors"):
+                check_int(name, value, "an int of at least 1", least=1)
+                continue
+            is_divisor = name in ("flops", "backward_flops", "bandwidth", "copying")
+            if check_real(name, value) < 0 or (is_divisor and value == 0):
+                raise ValueError(f"{name}: expected {'a number above' if is_divisor else 'at least'} 0, got {value}")
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ class LocalCalls:
                 ("positions", call.runs, call.first_key), q.device, lambda: self._positions(call, q.device)
             )
             if used is not None:
-                positions = positions + (used[:, None] - total)
+                positions = positions + (used[:, None] - total).clamp(max=0)
         elif call.shift:
             mask = _shifted(mask, call.shift)
         used = None if used is None else (used - call.first_key).clamp(0, count)
@@ -280,7 +280,7 @@ class LocalCalls:
         ):
             positions = tables.positions
             if used is not None:
-                positions = positions + (used - tables.lengths)[documents][rows]
+                positions = positions + (used - tables.lengths).clamp(max=0)[documents][rows]
         used, starts = (
             None if t is None else (t[documents] - tables.first_keys).clamp(min=0).minimum(tables.key_counts)
             for t in (used, starts)

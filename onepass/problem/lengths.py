@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from .attention import AttentionProblem
+from .attention import AttentionProblem, Inputs
 from .decode import DecodeInputs, refuse_lengths
 
 
@@ -83,6 +83,19 @@ def refuse_short_bias(
             f"bias: expected at least {longest} columns, the keys of the longest sequence (or 1, for all keys), "
             f"got shape {tuple(bias.shape)}"
         )
+
+
+def read_values(
+    problem: AttentionProblem, inputs: Inputs
+) -> tuple[list[int] | None, list[int] | None, list[int] | None, list[int] | None]:
+    """cu_seqlens_q, cu_seqlens_k, seqused_k and seqstart_k as checked lists; None for those that are not given.
+
+    Raises: ValueError, see `read_lengths`, `read_starts` and `refuse_short_bias`.
+    """
+    cu_q, cu_k, used = read_lengths(problem, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
+    starts = read_starts(problem, inputs.modifiers and inputs.modifiers.seqstart_k, cu_k, used)
+    refuse_short_bias(problem, inputs.modifiers and inputs.modifiers.bias, cu_k, used)
+    return cu_q, cu_k, used, starts
 
 
 def read_cache_lengths(inputs: DecodeInputs) -> list[int]:

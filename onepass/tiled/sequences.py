@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..problem import AttentionProblem, Inputs
-from ..problem.lengths import read_lengths, read_starts, refuse_short_bias
+from ..problem.lengths import read_values
 
 
 class Sequences(NamedTuple):
@@ -43,9 +43,7 @@ def sequences(problem: AttentionProblem, inputs: Inputs) -> list[Sequences]:
 
     Keys before the start of a sequence, and queries before it, are left out.
     """
-    cu_q, cu_k, used = read_lengths(problem, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
-    starts = read_starts(problem, inputs.modifiers and inputs.modifiers.seqstart_k, cu_k, used)
-    refuse_short_bias(problem, inputs.modifiers and inputs.modifiers.bias, cu_k, used)
+    cu_q, cu_k, used, starts = read_values(problem, inputs)
     if cu_q is None or cu_k is None:
         all_queries = slice(0, problem.seqlen_q)
         if used is None and starts is None:

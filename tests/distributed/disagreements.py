@@ -11,11 +11,15 @@ import torch.distributed as dist
 from rank_checks import HEADS, message_of, qkv
 
 from onepass import distributed
-from onepass.distributed import agreement, layouts
+from onepass.distributed import agreement, checks, layouts
 
 
 def shards(plan: Any, tokens: int) -> list[torch.Tensor]:
     return [plan.shard(t, 1) for t in qkv(tokens)]
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def new_group(seconds: float) -> Any:
@@ -140,16 +144,64 @@ def arguments_that_one_rank_refuses(rank: int) -> tuple[list[str], float]:
     return messages, time.monotonic() - start
 
 
+# pairs: beginnings of the error, and a term of a call over 64 tokens
+BAD_VALUES: list[tuple[str, dict[str, Any]]] = [
+    ("seqused_k[0]: expected 0 to 64, the keys of the sequence, got 65", {"seqused_k": int32(65)}),
+    ("seqused_k[0]: expected 0 to 64, the keys of the sequence, got -1", {"seqused_k": int32(-1)}),
+    ("seqstart_k[0]: expected 0 to 64, the keys of the sequence, got 99", {"seqstart_k": int32(99)}),
+    ("seqstart_k[0]: expected 0 to 64, the keys of the sequence, got -3", {"seqstart_k": int32(-3)}),
+    (
+        "seqstart_k[0]: expected 0 to 20, the keys of the sequence, got 21",
+        {"seqused_k": int32(20), "seqstart_k": int32(21)},
+    ),
+]
+# pairs of the same kind, for packed sequences of 20 and 44 tokens
+BAD_PACKED_VALUES: list[tuple[str, dict[str, Any]]] = [
+    ("seqused_k[0]: expected 0 to 20, the keys of the sequence, got 21", {"seqused_k": int32(21, 44)}),
+    ("seqused_k[1]: expected 0 to 44, the keys of the sequence, got -1", {"seqused_k": int32(20, -1)}),
+    ("seqstart_k[1]: expected 0 to 44, the keys of the sequence, got 45", {"seqstart_k": int32(0, 45)}),
+    ("bias: expected at least 44 columns, the keys of the longest sequence", {"bias": torch.zeros(1, 1, 43)}),
+]
+
+
+def values_that_one_device_refuses(rank: int) -> list[str]:
+    """Lengths and starts outside their sequences, given on all ranks, and on rank 1 alone."""
+    q, k, v = qkv(64)
+    dense, packed = distributed.plan(64, causal=True, **HEADS), distributed.plan([0, 20, 64], causal=True, **HEADS)
+    messages = []
+    for plan, dim, tensors, cases in (
+        (dense, 1, (q, k, v), BAD_VALUES),
+        (packed, 0, (q[0], k[0], v[0]), BAD_PACKED_VALUES),
+    ):
+        own = [plan.shard(t, dim) for t in tensors]
+        for _, terms in cases:
+            messages.append(
+                message_of(lambda own=own, plan=plan, terms=terms: distributed.attention(*own, plan, **terms))
+            )
+    own = [dense.shard(t, 1) for t in (q, k, v)]
+    messages.append(message_of(lambda: distributed.attention(*own, dense, seqused_k=int32(64 + rank))))
+    return messages
+
+
+def lengths_that_are_not_read(rank: int) -> None:
+    """On a GPU, where no value is read, a length beyond a sequence counts as the sequence's, as on one device."""
+    read_values, checks.read_values = checks.read_values, lambda problem, inputs: None
+    try:
+        for tokens, right, beyond in ((64, int32(64), int32(99)), ([0, 20, 64], int32(20, 44), int32(99, 44))):
+            plan = distributed.plan(tokens, causal=True, engine="keys", **HEADS)
+            own = shards(plan, 64) if tokens == 64 else [plan.shard(t[0], 0) for t in qkv(64)]
+            outs = [distributed.attention(*own, plan, seqused_k=used) for used in (right, beyond)]
+            assert torch.equal(*outs)
+    finally:
+        checks.read_values = read_values
+
+
 def decoded(plan: Any, **options: Any) -> torch.Tensor:
     """A step of decoding with 30 tokens in a cache of 64."""
     q, k, v = qkv(64)
     caches = options.pop("caches", None) or [plan.shard(t, 1).contiguous() for t in (k, v)]
     options = {"q": q[:, :1], "cache_seqlens": int32(30)} | options
     return distributed.decode(options.pop("q"), *caches, plan, **options)
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 TABLES = dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(64, 4))

@@ -115,6 +115,20 @@ def test_refused_steps_write_nothing():
         assert page.endswith("page_table[0, 7]: expected a page 0 to 7 of the cache, got 9")
 
 
+def test_values_that_one_device_refuses():
+    expected = [words for words, _ in disagreements.BAD_VALUES + disagreements.BAD_PACKED_VALUES]
+    for rank, (*messages, last) in enumerate(run_ranks(2, disagreements.values_that_one_device_refuses)):
+        for words, message in zip(expected, messages, strict=True):
+            assert message.startswith(f"ValueError: {words}")
+        beginning = "ValueError: " if rank == 1 else "RuntimeError: attention: "
+        assert last.startswith(beginning)
+        assert "seqused_k[0]: expected 0 to 64, the keys of the sequence, got 65" in last
+
+
+def test_lengths_that_are_not_read():
+    run_ranks(2, disagreements.lengths_that_are_not_read)
+
+
 def test_grad_mode_that_differs():
     for message in run_ranks(2, disagreements.grad_mode_that_differs):
         assert message.endswith(

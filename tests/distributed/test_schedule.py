@@ -1,6 +1,8 @@
 """Layouts, schedules and costs: integers alone, for any number of ranks."""
 
+import dataclasses
 import itertools
+import math
 import random
 from itertools import pairwise
 
@@ -197,6 +199,14 @@ def test_a_window_brings_keys_of_neighbors_alone():
     assert plan.layout_name == "contiguous"
     found = cost.estimate(plan.schedule, 64, distributed.Hardware())
     assert found.forward_bytes == (0, *[100 * 2 * 2 * 64 * 2] * 7)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(distributed.Hardware)])
+def test_hardware_that_does_not_exist(name):
+    divides = name in ("flops", "backward_flops", "bandwidth", "copying", "itemsize", "multiprocessors")
+    for value in (math.nan, math.inf, -1, "fast", None, *([0] if divides else [])):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: expected .*, got "):
+            distributed.Hardware(**{name: value})
 
 
 @pytest.mark.parametrize(
