@@ -327,7 +327,8 @@ def attention(
             rows that see no key. A sink of -inf has no effect. A sink of +inf takes all of the probability: out = 0
             and lse = +inf. A sink of NaN makes lse of its head NaN, and out of the rows that see a key. The gradient of
             a sink of +inf or NaN is undefined; other heads do not depend on it.
-        softmax_scale: multiplies q.k before the softmax; None = head_dim ** -0.5.
+        softmax_scale: multiplies q.k before the softmax, at most 1e36 in magnitude (1e300 in float64); None =
+            head_dim ** -0.5.
         seqused_k: (batch,) int32 on q's device; only the first seqused_k[b] keys of batch entry b exist, and masks are
             aligned to them. Keys and values beyond them are never read.
         seqstart_k: (batch,) int32 on q's device; keys before seqstart_k[b] do not exist, and are never read (left

@@ -55,6 +55,22 @@ def checked_mask(causal: Any, window: Any) -> Mask:
     return Mask.from_options(check_flag("causal", causal), _check_window(window))
 
 
+def _check_range(dtype: torch.dtype, scale: float, softcap: float | None) -> None:
+    """Check that the numbers by which scores are multiplied are finite in the dtype of scores, with a margin."""
+    name, largest = ("float64", 1e300) if dtype == torch.float64 else ("float32", 1e36)
+    if not -largest <= scale <= largest:
+        raise ValueError(f"softmax_scale: expected a magnitude of at most {largest:g}, for {name} scores, got {scale}")
+    if softcap is None:
+        return
+    if not 1 / largest <= softcap <= largest:
+        raise ValueError(f"softcap: expected {1 / largest:g} to {largest:g}, for {name} scores, got {softcap}")
+    if not -largest <= scale / softcap <= largest:
+        raise ValueError(
+            f"softcap: expected softmax_scale / softcap of at most {largest:g}, for {name} scores, "
+            f"got {scale} / {softcap}"
+        )
+
+
 def checked_options(
     q: torch.Tensor,
     *,
@@ -77,7 +93,10 @@ def checked_options(
             raise ValueError(f"softcap: expected a number above 0 (None = no cap), got {softcap}")
     if sinks is not None:
         check_sinks(sinks, q)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else check_real("softmax_scale", softmax_scale)
+    scale = q.shape[-1] ** -0.5
+    if softmax_scale is not None:
+        scale = check_real("softmax_scale", softmax_scale)
+    _check_range(q.dtype, scale, softcap)
     if tuning is not None and not isinstance(tuning, (ForwardConfigSm90, ForwardConfigSm80)):
         raise TypeError(f"tuning: expected a ForwardConfigSm90, a ForwardConfigSm80 or None, got {tuning!r}")
     if deterministic is None:

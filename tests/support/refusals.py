@@ -107,6 +107,11 @@ DENSE = [
     ({"v": lambda t: nested(t, torch.jagged)}, TypeError, r"v: expected .* of one shape, got a nested tensor"),
     ({"sinks": torch.zeros(4).to_sparse()}, TypeError, r"sinks: expected a strided \(dense\) tensor, got layout"),
     # numbers beyond the range of 64 bits
+    ({"softmax_scale": 1e300}, ValueError, r"softmax_scale: .* at most 1e\+36, for float32 scores, got 1e\+300"),
+    ({"softmax_scale": -1e37}, ValueError, r"softmax_scale: expected a magnitude of at most 1e\+36, .*, got -1e\+37"),
+    ({"softcap": 1e38}, ValueError, r"softcap: expected 1e-36 to 1e\+36, for float32 scores, got 1e\+38"),
+    ({"softcap": 1e-40}, ValueError, r"softcap: expected 1e-36 to 1e\+36, for float32 scores, got 1e-40"),
+    ({"softcap": 1e-20, "softmax_scale": 1e20}, ValueError, r"softcap: expected softmax_scale / softcap of at most"),
     ({"softcap": 10**400}, ValueError, r"softcap: expected a finite number, got one beyond the range of a float"),
     # heads before seqlen
     (
