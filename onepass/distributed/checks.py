@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import AttentionProblem, ModifiedInputs, Modifiers
+from ..problem import AttentionInputs, AttentionProblem, ModifiedInputs, Modifiers
 from ..problem.lengths import read_values
 from ..validation import fp8
 from ..validation import modifiers as modifier_checks
@@ -82,8 +82,9 @@ def _checked_problem(
         )
     if problem.device_type == "cpu":
         # the values that a backend on the host reads, for all tokens: local calls have lengths of their own
-        modifiers = Modifiers(**given)
-        read_values(problem, ModifiedInputs(*whole, terms.sinks, *[given_offsets] * 2, terms.seqused_k, modifiers))
+        q, k, v = whole
+        inputs = AttentionInputs(q, k, v, terms.sinks, given_offsets, given_offsets, terms.seqused_k)
+        read_values(problem, ModifiedInputs(*inputs, Modifiers(**given)))
     return problem
 
 
