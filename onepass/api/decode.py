@@ -15,7 +15,7 @@ from ..ops import without_backward
 from ..problem.decode import DecodeInputs
 from ..validation.decode import check_decode, few_queries
 from ..validation.lost_gradients import refuse_forward_mode
-from ..validation.overlap import with_shared_caches_refused
+from ..validation.overlap import with_overlaps_refused
 from ..validation.scalars import check_int
 from . import fast_path, keywords
 from .attention import AttentionOutput, Window, autocast_inputs
@@ -186,8 +186,8 @@ def attention_decode(
             past the filled length, and in pages that no sequence uses, have no effect, whatever they are.
         cache_seqlens: (batch,) int32 on q's device: keys in the cache before the call. It is not changed.
         page_table: (batch, max_pages) int32: key n of entry b is row n % page_size of page
-            page_table[b, n // page_size]. Sequences may share pages that none of them writes. Entries past the filled
-            length may hold any number.
+            page_table[b, n // page_size]. Sequences may share pages that none of them writes; the result is undefined
+            if one of them writes such a page. Entries past the filled length may hold any number.
         cu_seqlens_q: (batch + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, which
             stand at the end of its cache_seqlens[b] keys: prompts in chunks beside single tokens. Rows past the last
             offset have out = 0, lse = -inf, even with sinks. k_new, v_new and rotary positions cannot be combined with
@@ -196,7 +196,8 @@ def attention_decode(
             32 lets a GPU take the kernel for few queries, which computes any number. A tensor is never read.
         k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim) and (.., head_dim_v), in q's dtype, both or neither:
             written to the cache in place, at positions cache_seqlens[b], cache_seqlens[b] + 1, .. (autograd treats it
-            as one of torch's in-place operations). The caches may lie in one allocation if they share no element.
+            as one of torch's in-place operations). The caches may lie in one allocation if they share no element;
+            no other tensor of the call may share memory with them.
             For an e4m3 cache new keys are divided by the descale of the position that they are written to (which must
             therefore be set before, even for a page that is still empty) and rounded to nearest; magnitudes beyond
             448 become 448.
@@ -238,10 +239,10 @@ def attention_decode(
             a kernel are not split.
         split_size: the keys of a split, in place of num_splits, a multiple of 64: splits begin at multiples of it, so
             that the result of a sequence depends neither on the batch nor on the size of the cache, bit by bit.
-        check_values: check cache_seqlens and page_table by value. A backend that works on the host (`tiled`) always
-            does. On a GPU the check waits for the device: it is meant for debugging. Without the check, kernels clamp
-            lengths to the capacity of the cache; in place of a page that the cache does not have they read the nearest
-            one, and write none.
+        check_values: check cache_seqlens, page_table and descales by value. Backends that work on the host (`cpu`,
+            `tiled`) always do. On a GPU the check waits for the device: it is meant for debugging. Without the check,
+            kernels clamp lengths to the capacity of the cache; instead of a page that the cache does not have they read
+            the nearest one, and write none; descales of 0, infinity or NaN give undefined results.
         return_lse: also return lse.
         backend: name of the backend that must run ("sm90", "sm80", "cpu" or "tiled"); None = what `use_backend` or
             ONEPASS_BACKEND chose, else the best one that computes the call.
@@ -319,7 +320,7 @@ def attention_decode(
         out, lse = without_backward.in_graph_of(sources, out, lse)
     if keys:
         forward = decode.prepare_decode(name, problem, q.device)
-        forward = with_shared_caches_refused(forward, inputs) if inputs.seqlen_new else forward
+        forward = with_overlaps_refused(forward, inputs) if inputs.seqlen_new else forward
         for key in keys:
             fast_path.keep(key, forward)
     return AttentionOutput(out, lse) if return_lse else out

@@ -13,10 +13,11 @@ from ..geometry.splits import MAX_SPLITS
 from ..ops.without_backward import in_graph_of
 from ..problem import Mask
 from ..problem.decode import DecodeInputs, refuse_lengths
-from ..problem.lengths import read_cache_lengths
+from ..problem.lengths import read_cache_lengths, refuse_shared_pages
 from ..quantization.codec import E4M3
 from ..validation import tensors
 from ..validation.decode import check_decode
+from ..validation.overlap import refuse_overlaps
 from ..validation.scalars import check_int, is_integer
 from .cache_update import Rotary, append, is_on_host, rotated
 from .sequences import Packed, as_packed, flattened, row_ranges, without_unused_queries
@@ -218,7 +219,7 @@ def append_and_attend(
     if is_dense and v.dtype != E4M3:
         return attend(q, cache, lengths, new=(k, v), rotary=rotary, extras=extras, **options)
     filled = lengths + (k.shape[1] if cu_seqlens_new is None else cu_seqlens_new.diff())
-    _check_before_writing(q, cache, lengths, filled, cu_seqlens_q, extras, options)
+    _check_before_writing(q, cache, lengths, filled, cu_seqlens_q, extras, options, new)
     append((cache.k, cache.v), cache.page_table, (k, v), lengths, cu_seqlens_new)
     return attend(q, cache, filled, cu_seqlens_q=cu_seqlens_q, extras=extras, **options)
 
@@ -249,8 +250,9 @@ def _check_before_writing(
     cu_seqlens_q: Tensor | None,
     extras: Extras,
     options: dict[str, Any],
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Raise what the call would raise, before the caches are changed."""
+    """Raise what the call would raise, before the caches are changed. Args: new: what is written to the caches."""
     inputs = DecodeInputs(
         q,
         cache.k,
@@ -266,10 +268,16 @@ def _check_before_writing(
     splits = {"num_splits": None, "split_size": None, "check_values": False, "return_lse": True}
     most_queries = options.get("max_seqlen_q") if cu_seqlens_q is not None else None
     check_decode(inputs, rotary_interleaved=False, max_seqlen_q=most_queries, **splits, **score_options)
+    if new is not None:
+        refuse_overlaps(inputs._replace(k_new=new[0], v_new=new[1]))
     if is_on_host(lengths):
         for length, end in zip(lengths.tolist(), filled.tolist(), strict=True):
             refuse_lengths(length, length, cache.capacity, end - length)
         read_cache_lengths(inputs)
+        if cache.page_table is not None:
+            starts = [0] * len(lengths) if extras.starts is None else extras.starts.tolist()
+            table, page_size = cache.page_table.tolist(), cache.k.shape[1]
+            refuse_shared_pages(table, page_size, starts, lengths.tolist(), filled.tolist())
 
 
 def check_over_pages(
@@ -280,11 +288,13 @@ def check_over_pages(
 
 
 def table_of_entries(
-    batch: int, device: torch.device, k_cache: Tensor, page_table: Tensor | None, cache_batch_idx: Any
+    batch: int, device: torch.device, k_cache: Tensor, page_table: Tensor | None, cache_batch_idx: Any, is_written: bool
 ) -> Tensor | None:
     """The page table of a batch whose entries pick entries of a cache, or rows of a page table.
 
     Without a page table each picked entry is a page as long as the cache, so nothing is copied.
+
+    Args: is_written: whether new keys are written to the picked entries.
     """
     if cache_batch_idx is None:
         return page_table
@@ -303,6 +313,10 @@ def table_of_entries(
             raise ValueError(
                 f"cache_batch_idx: expected entries 0 to {entries.shape[0] - 1} of {owner}, "
                 f"got {cache_batch_idx.tolist()}"
+            )
+        if is_written and len(set(cache_batch_idx.tolist())) < batch:
+            raise ValueError(
+                f"cache_batch_idx: expected distinct entries where k and v are given, got {cache_batch_idx.tolist()}"
             )
     return cache_batch_idx.to(torch.int32)[:, None] if page_table is None else page_table[cache_batch_idx.long()]
 

@@ -20,12 +20,13 @@ from ..problem import Mask, Modifiers
 from ..problem.attention import NO_MODIFIERS
 from ..problem.decode import DecodeInputs, RotaryPositions
 from ..problem.descales import descale_of_keys
-from ..problem.lengths import read_cache_lengths
+from ..problem.lengths import read_cache_lengths, refuse_shared_pages
 from ..quantization.codec import E4M3
 from ..tiled.cache import to_e4m3
 from ..validation import decode as checks
 from ..validation.attention import checked_mask
 from ..validation.modifiers import NAMES, check_modifiers
+from ..validation.overlap import refuse_overlaps
 from ..validation.scalars import check_flag
 from ..validation.tensors import check_int32
 from .agreement import signature
@@ -140,8 +141,7 @@ def decode(
         interleaved = check_flag("rotary_interleaved", rotary_interleaved)
         mask = checked_mask(causal, window)
         tokens = plan.on_device("tokens", q.device, lambda: to_device(plan.tokens(), q.device))
-        if check_flag("check_values", check_values) or q.device.type == "cpu":
-            _check_values(plan, inputs, tokens)
+        check_flag("check_values", check_values)
         queries = _Queries(inputs)
         lengths, ranges = _visible(tokens, mask, queries, inputs)
         arguments: dict[str, Any] = {
@@ -168,6 +168,10 @@ def decode(
         problem, local = decode_calls.problem_of("decode", arguments)
         if plan.rank != 0 and sinks is not None:  # sinks count once
             problem, local = decode_calls.problem_of("decode", arguments | {"sinks": None})
+        if check_values or q.device.type == "cpu":
+            _check_values(plan, inputs, tokens, problem.kv_block)
+        if inputs.seqlen_new:
+            refuse_overlaps(inputs)
         problem = replace(problem, attention=replace(problem.attention, float32_out=True))
         backend_name = dispatch.require_decode(problem, backend, q.device)
     if plan.num_ranks > 1:
@@ -226,20 +230,22 @@ def _check(plan: ContextPlan, inputs: DecodeInputs) -> None:
     checks.check_rotary_positions(inputs)
 
 
-def _check_values(plan: ContextPlan, inputs: DecodeInputs, tokens: Tensor) -> None:
-    """Check lengths in the whole sequence, and the pages of this rank's rows, by value. The host waits for the device.
+def _check_values(plan: ContextPlan, inputs: DecodeInputs, tokens: Tensor, kv_block: int | None) -> None:
+    """Check lengths in the whole sequence, and this rank's pages and descales, by value. The host waits for the device.
 
     Raises: ValueError, see `read_cache_lengths`.
     """
     whole = inputs.k_cache.new_empty(()).expand(inputs.batch, plan.num_tokens, 1, 1)
-    read_cache_lengths(inputs._replace(k_cache=whole, page_table=None))
-    if inputs.page_table is None:
-        return
+    read_cache_lengths(inputs._replace(k_cache=whole, page_table=None, k_descale=None, v_descale=None))
     first, start = inputs.cache_seqlens, (inputs.modifiers or NO_MODIFIERS).seqstart_k
-    local = DecodeInputs(*inputs[:3], _before(tokens, first + inputs.seqlen_new), inputs.page_table)
-    if start is not None:  # new keys are written even before the start of a sequence
-        local = local._replace(modifiers=Modifiers(_before(tokens, torch.minimum(start, first))))
-    read_cache_lengths(local)
+    # new keys are written even before the start of a sequence
+    start = torch.zeros_like(first) if start is None else torch.minimum(start, first)
+    starts, lengths, ends = (_before(tokens, t) for t in (start, first, first + inputs.seqlen_new))
+    local = inputs._replace(cache_seqlens=ends, k_new=None, v_new=None, modifiers=Modifiers(starts))
+    read_cache_lengths(local._replace(rotary_cos=None, rotary_sin=None), kv_block)
+    if inputs.page_table is not None:
+        rows = starts.tolist(), lengths.tolist(), ends.tolist()
+        refuse_shared_pages(inputs.page_table.tolist(), inputs.k_cache.shape[1], *rows)
 
 
 def _compared(

@@ -21,7 +21,7 @@ from ..namespace import OPERATORS, qualified
 from ..problem import AttentionInputs, Mask
 from ..problem.decode import MODIFIERS, TENSORS, DecodeInputs, DecodeProblem
 from ..problem.outputs import empty_outputs
-from ..validation.overlap import refuse_shared_caches
+from ..validation.overlap import refuse_overlaps
 from .autocast import without_autocast
 
 # the schemas of the operators, whose tensor arguments have the order of `DecodeInputs`
@@ -131,7 +131,7 @@ def _decode_modified(*args: Any) -> tuple[Tensor, Tensor]:
 def _run(inputs: DecodeInputs, options: tuple) -> tuple[Tensor, Tensor]:
     if inputs.seqlen_new:
         # validation could not do it if torch.compile traced the call, because traced tensors have no addresses
-        refuse_shared_caches(inputs.k_cache, inputs.v_cache)
+        refuse_overlaps(inputs)
     with without_autocast(inputs.q.device.type):
         problem = _problem(inputs, options)
         backend = dispatch.decode_backend_at_run(options[-1], problem, inputs.q.device)

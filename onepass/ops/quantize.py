@@ -36,7 +36,8 @@ class QuantizedQKV:
     Attributes:
         q, k, v: float8_e4m3fn, shapes as for `attention`, or as for `attention_varlen`. With v_keys_last, v has the
             layout that `keys_last` returns.
-        q_descale, k_descale, v_descale: float32, on q's device, finite and above 0. Each has one of these shapes:
+        q_descale, k_descale, v_descale: float32, on q's device, finite and above 0 (values are not checked; with others
+            the result is undefined). Each has one of these shapes:
             (): one descale for the tensor;
             (batch, num_heads): one for each head of each batch entry or packed sequence;
             (batch, num_heads, ceil(seqlen / block)): one for each block of rows of each head; for packed sequences

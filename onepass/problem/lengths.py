@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import torch
 
 from .attention import AttentionProblem, Inputs
 from .decode import DecodeInputs, refuse_lengths
+from .descales import NAMES, descale_of_keys
 
 
 def read_offsets(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
@@ -98,22 +100,24 @@ def read_values(
     return cu_q, cu_k, used, starts
 
 
-def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
+def read_cache_lengths(inputs: DecodeInputs, kv_block: int | None = None) -> list[int]:
     """cache_seqlens as a list, after a check of all values that decide where the call reads and writes.
 
     Raises: ValueError if a length is negative or leaves no room for the new keys, if a used entry of the page table is
-    not a page of the cache, if a rotated position is past the end of rotary_cos, if a sequence begins after its end, or
-    if cu_seqlens_q is invalid.
+    not a page of the cache, if new keys are written to a page that is used twice, if a descale of a key is 0 or not
+    finite, if a rotated position is past the end of rotary_cos, if a sequence begins after its end, or if cu_seqlens_q
+    is invalid.
     """
     read_query_offsets(inputs)
     lengths = inputs.cache_seqlens.tolist()
     if not lengths:
         return lengths
     refuse_lengths(min(lengths), max(lengths), inputs.capacity, inputs.seqlen_new)
-    starts = _read_cache_starts(inputs, lengths)
+    starts, ends = _read_cache_starts(inputs, lengths), [length + inputs.seqlen_new for length in lengths]
     if inputs.page_table is not None:
         num_pages, page_size = inputs.k_cache.shape[:2]
-        for b, row in enumerate(inputs.page_table.tolist()):
+        table = inputs.page_table.tolist()
+        for b, row in enumerate(table):
             # new keys are written even before the start of a sequence
             first = min(starts[b], lengths[b]) // page_size
             used = row[first : -(-(lengths[b] + inputs.seqlen_new) // page_size)]
@@ -121,8 +125,48 @@ def read_cache_lengths(inputs: DecodeInputs) -> list[int]:
             if wrong is not None:
                 name = f"page_table[{b}, {first + used.index(wrong)}]"
                 raise ValueError(f"{name}: expected a page 0 to {num_pages - 1} of the cache, got {wrong}")
+        refuse_shared_pages(table, page_size, starts, lengths, ends)
+    _refuse_descales(inputs, kv_block, [*map(min, starts, lengths)], ends)
     _check_rotary_rows(inputs, max(lengths) + inputs.seqlen_new)
     return lengths
+
+
+def refuse_shared_pages(
+    table: list[list[int]], page_size: int, starts: list[int], lengths: list[int], ends: list[int]
+) -> None:
+    """Raise ValueError if a page that new keys of a sequence are written to is used a second time.
+
+    Args: for each sequence, starts: its first key; lengths: its first new key; ends: the end of its keys.
+    """
+
+    def pages(b: int, first: int) -> range:
+        return range(first // page_size, -(-ends[b] // page_size) if ends[b] > first else 0)
+
+    counts = Counter(table[b][i] for b in range(len(table)) for i in pages(b, min(starts[b], lengths[b])))
+    for b, row in enumerate(table):
+        shared = next((i for i in pages(b, lengths[b]) if counts[row[i]] > 1), None)
+        if shared is not None:
+            raise ValueError(
+                f"page_table[{b}, {shared}]: expected a page that nothing else uses, since new keys are written to it, "
+                f"got page {row[shared]}, which the table has {counts[row[shared]]} times"
+            )
+
+
+def _refuse_descales(inputs: DecodeInputs, kv_block: int | None, starts: list[int], ends: list[int]) -> None:
+    """Raise ValueError if a descale of keys start <= key < end of a sequence is not a finite number other than 0."""
+    for name, descale in zip(NAMES, (inputs.k_descale, inputs.v_descale), strict=True):
+        if descale is None:
+            continue
+        for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            step = max(1, end) if kv_block is None else kv_block
+            key = torch.arange(start // step * step, end, step, device=descale.device)
+            values = descale_of_keys(descale, inputs, kv_block, torch.full_like(key, b), key)
+            wrong = ~values.isfinite() | (values == 0)
+            if len(key) and wrong.any():
+                raise ValueError(
+                    f"{name}: expected finite numbers other than 0 for the keys of sequence {b}, "
+                    f"got {float(values[wrong][0])}"
+                )
 
 
 def _read_cache_starts(inputs: DecodeInputs, lengths: list[int]) -> list[int]:

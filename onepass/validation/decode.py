@@ -16,7 +16,7 @@ from ..problem.decode import FEW_QUERIES, DecodeInputs, DecodeProblem
 from .attention import checked_options
 from .descales import check_descales
 from .modifiers import NAMES, check_modifiers, check_sizes
-from .overlap import refuse_shared_caches
+from .overlap import refuse_overlaps
 from .scalars import LARGEST_BLOCK, check_block, check_flag, check_int
 from .tensors import (
     DENSE_DIMS,
@@ -89,6 +89,8 @@ def check_decode(
     check_values = check_flag("check_values", check_values)
     num_splits, split_size = _check_splits(num_splits, split_size, inputs.capacity)
     checked = checked_options(q, sinks=inputs.sinks, deterministic=False, tuning=None, **options)
+    if inputs.seqlen_new:
+        refuse_overlaps(inputs)
     return DecodeProblem.of(
         inputs.attention(**checked),
         inputs,
@@ -178,11 +180,6 @@ def check_new_keys(inputs: DecodeInputs, capacity: int) -> None:
     for name, cache in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
         if cache.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(f"{name}: expected no requires_grad where new keys are written to it in place")
-        # with one element under several indices, the value written to it would depend on the order
-        if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
-            raise ValueError(f"{name}: expected memory of its own for every element, got strides {cache.stride()}")
-    if inputs.seqlen_new:
-        refuse_shared_caches(inputs.k_cache, inputs.v_cache)
 
 
 def check_rotary(inputs: DecodeInputs) -> None:

@@ -456,7 +456,7 @@ def test_decoding_appends_and_reads_lengths_every_time(count_decode):
         (
             {"v_cache": torch.zeros(2, 40, 1, 16).expand(2, 40, 2, 16)},
             ValueError,
-            "v_cache: expected memory of its own",
+            "v_cache: expected memory of its own for every element",
         ),
         ({"cache_seqlens": torch.zeros(2).long()}, TypeError, "cache_seqlens: expected dtype int32"),
         ({"k_cache": torch.zeros(2, 40, 2, 16, requires_grad=True)}, NotImplementedError, "where new keys are written"),

@@ -444,6 +444,11 @@ NEW = {"k": torch.ones(3, 2, 2, 16), "v": torch.ones(3, 2, 2, 16)}
             ValueError,
             "entries 0 to 2 of k_cache",
         ),
+        (
+            NEW | {"cache_seqlens": 1, "cache_batch_idx": torch.tensor([0, 1, 1])},
+            ValueError,
+            r"cache_batch_idx: expected distinct entries where k and v are given, got \[0, 1, 1\]",
+        ),
         (NEW | {"cache_seqlens": 1, "cache_batch_idx": torch.tensor([0, 1])}, ValueError, "cache_batch_idx: .*shape"),
         (NEW | {"cache_seqlens": 1, "cache_batch_idx": torch.ones(3)}, TypeError, "cache_batch_idx: expected an int32"),
     ],

@@ -536,6 +536,18 @@ def test_rows_past_the_last_offset_of_new_keys_are_not_written(page_size):
         ({"softcap": "1"}, TypeError, "softcap: expected a float"),
         ({"max_seqlen_q": 1.5}, TypeError, "max_seqlen_q: expected an int"),
         ({"page_table": torch.full((3, 2), 9, dtype=INT32)}, ValueError, r"page_table\[0, 0\]: expected a page 0 to 5"),
+        (
+            {"page_table": torch.tensor([[0, 1], [1, 3], [4, 5]], dtype=INT32)},
+            ValueError,
+            r"page_table\[0, 1\]: expected a page that nothing else uses, .* got page 1, which the table has 2 times",
+        ),
+        (
+            {"cache_batch_idx": torch.tensor([0, 2, 2])},
+            ValueError,
+            "cache_batch_idx: expected distinct entries where k",
+        ),
+        ({"k": lambda pages: pages[0, :5]}, ValueError, "k: expected memory apart from k_cache, to which new keys"),
+        ({"q": lambda pages: pages[:3, :2].flatten(1, 2)}, ValueError, "q: expected memory apart from k_cache"),
     ],
 )
 def test_refusals_of_packed_keys_leave_the_pages_alone(changes, error, match):
@@ -548,6 +560,7 @@ def test_refusals_of_packed_keys_leave_the_pages_alone(changes, error, match):
     if error is None:
         assert fa3.flash_attn_with_kvcache(**call).isfinite().all()
         return
+    changes = {name: change(pages[0]) if callable(change) else change for name, change in changes.items()}
     with pytest.raises(error, match=match):
         fa3.flash_attn_with_kvcache(**(call | changes))
     assert all(torch.equal(p, b) for p, b in zip(pages, before, strict=True))

@@ -288,7 +288,10 @@ def refused_steps_write_nothing(rank: int) -> list[str]:
     before = [t.clone() for t in caches]
     pages = {"caches": [t.view(8, 4, 4, 16) for t in caches], "page_table": torch.tensor(PAGES[rank : rank + 1]).int()}
     messages = []
-    for options in [options for _, options in REFUSED_STEPS] + [{"softcap": 2.0 + rank}, pages]:
+    twice = pages | {"page_table": torch.tensor([[*range(7), 0]]).int()}
+    overlapping = {"k_new": caches[0][:, :2], "v_new": NEW[:, :2]}
+    more = [{"softcap": 2.0 + rank}, pages, twice, overlapping]
+    for options in [options for _, options in REFUSED_STEPS] + more:
         given = {"k_new": NEW, "v_new": NEW, "caches": caches} | options
         messages.append(message_of(lambda given=given: decoded(plan, **given)))
     assert all(torch.equal(t, old) for t, old in zip(caches, before, strict=True))

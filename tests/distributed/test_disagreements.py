@@ -109,7 +109,10 @@ def test_refused_steps_write_nothing():
     for rank, messages in enumerate(run_ranks(2, disagreements.refused_steps_write_nothing)):
         for name, message in zip(names, messages, strict=False):
             assert f"Error: {name}: expected" in message
-        softcap, page = messages[len(names) :]
+        softcap, page, twice, overlapping = messages[len(names) :]
+        assert "page_table[0, " in twice
+        assert "expected a page that nothing else uses, since new keys are written to it, got page 0" in twice
+        assert overlapping.startswith("ValueError: k_new: expected memory apart from k_cache")
         assert softcap.startswith("RuntimeError: decode: expected the same softcap on all ranks")
         assert page.startswith("ValueError" if rank == 1 else "RuntimeError: decode: ")
         assert page.endswith("page_table[0, 7]: expected a page 0 to 7 of the cache, got 9")

@@ -220,7 +220,7 @@ def test_caches_of_one_allocation_and_caches_that_share_elements():
     for _ in range(2):
         inside = arguments | {"k_cache": both[:, :, 0], "v_cache": both[:, :, 1]}
         assert torch.equal(onepass.attention_decode(**inside), apart)
-        with pytest.raises(ValueError, match="v_cache: expected memory of its own beside k_cache"):
+        with pytest.raises(ValueError, match="v_cache: expected memory apart from k_cache"):
             onepass.attention_decode(**(inside | {"v_cache": both[:, :, 0]}))
     without = {name: t for name, t in inside.items() if name not in ("k_new", "v_new")}
     assert onepass.attention_decode(**(without | {"v_cache": both[:, :, 0]})).isfinite().all()

@@ -454,6 +454,15 @@ REFUSED = {
     "page_table[0, 0]: expected a page 0 to 12 of the cache, got -1": {
         "page_table": torch.full((2, 5), -1, dtype=INT32)
     },
+    "page_table[0, 3]: expected a page that nothing else uses, since new keys are written to it, got page 4, which": {
+        "page_table": torch.tensor([[1, 2, 3, 4, 5], [4, 6, 7, 8, 9]], dtype=INT32)
+    },
+    "page_table[1, 0]: expected a page that nothing else uses, since new keys are written to it, got page 2, which": {
+        "page_table": torch.tensor([[1, 2, 3, 4, 5], [2, 6, 7, 8, 9]], dtype=INT32)
+    },
+    "page_table[0, 3]: expected a page that nothing else uses, since new keys are written to it, got page 1, which": {
+        "page_table": torch.tensor([[1, 2, 3, 1, 5], [6, 7, 8, 9, 10]], dtype=INT32)
+    },
     "page_table: expected shape (2, max_pages), (batch, max_pages), got (3, 5)": {
         "page_table": torch.zeros(3, 5, dtype=INT32)
     },
@@ -519,6 +528,17 @@ def test_refusals_leave_the_cache_alone(message):
     assert str(raised.value).startswith(message)
     assert torch.equal(arguments["k_cache"], before[0])
     assert torch.equal(arguments["v_cache"], before[1])
+
+
+def test_pages_that_are_only_read_may_be_shared():
+    table = torch.tensor([[1, 2, 3, 4, 1], [1, 5, 7, 4, 5]], dtype=INT32)
+    call = call_of(page_table=table, cache_seqlens=lengths(60, 20))
+    out = onepass.attention_decode(**call)
+    assert torch.equal(call["k_cache"][4, 12:15], call["k_new"][0])
+    assert torch.equal(call["k_cache"][5, 4:7], call["k_new"][1])
+    for b in range(2):
+        one = {name: call[name][b : b + 1] for name in ("q", "page_table", "k_new", "v_new", "cache_seqlens")}
+        assert torch.equal(onepass.attention_decode(**(call | one)), out[b : b + 1])
 
 
 @pytest.mark.parametrize("changes", [{"v_cache": torch.zeros(13, 16, 2, 0)}, {"q": torch.zeros(2, 3, 4, 0)}])

@@ -242,3 +242,29 @@ def test_refusals(message):
     with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
         onepass.attention_decode(**(arguments | changes))
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("none")])
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_descales_that_no_key_can_have(kind, value):
+    """A descale of a key is refused, before new keys are written; those of places without keys may have any value."""
+    arguments, _ = arguments_of(kind, seqlen_new=1)
+    before = arguments["k_cache"].view(torch.uint8).clone()
+    expected = onepass.attention_decode(
+        **(arguments | {name: arguments[name].clone() for name in ("k_cache", "v_cache")})
+    )
+    for name in ("k_descale", "v_descale"):
+        wrong = arguments | {name: torch.full_like(arguments[name], value)}
+        with pytest.raises(
+            ValueError, match=f"^{name}: expected finite numbers other than 0 for the keys of sequence 0"
+        ):
+            onepass.attention_decode(**wrong)
+        assert torch.equal(arguments["k_cache"].view(torch.uint8), before)
+    if "page" in kind and "pages" not in kind:
+        ends = [-(-(n + 1) // PAGE_SIZE) for n in FILLED]
+        used = torch.cat([row[:end] for row, end in zip(arguments["page_table"].long(), ends, strict=True)])
+        arguments["k_descale"][[page for page in range(NUM_PAGES) if page not in used]] = value
+    elif kind.startswith("block"):
+        for b, n in enumerate(FILLED):
+            arguments["k_descale"][b, :, n // arguments["kv_block"] + 1 :] = value
+    assert torch.equal(onepass.attention_decode(**arguments), expected)

@@ -62,8 +62,9 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), beside k and v. New key i and query i are rotated by row
             cache_seqlens[b] + i, or, with neither causal nor a window, all queries by row cache_seqlens[b].
         cache_seqlens: the filled length of the cache: an int, (batch,) int32, or None = all of it.
-        cache_batch_idx: (batch,) int32 or int64, the cache entry of each batch entry; distinct if k is given. With a
-            block_table it picks rows of the table.
+        cache_batch_idx: (batch,) int32 or int64, the cache entry of each batch entry. With a block_table it picks rows
+            of the table. If k is given, entries must be distinct, which is checked on a CPU; the result is undefined if
+            they are not.
         cache_leftpad: (batch,) int32: the keys before it do not exist.
         block_table: (batch, max_blocks) int32, any page_block_size. The longest length is read, which waits for a GPU,
             except while a CUDA graph is captured.
@@ -96,7 +97,7 @@ def flash_attn_with_kvcache(
     q, k, v = autocast_rows(k_cache, q, k, v)
     if block_table is not None and tensors.check_tensor("block_table", block_table).dim() != 2:
         raise ValueError(f"block_table: expected shape (batch, max_blocks), got {tuple(block_table.shape)}")
-    page_table = table_of_entries(q.shape[0], q.device, k_cache, block_table, cache_batch_idx)
+    page_table = table_of_entries(q.shape[0], q.device, k_cache, block_table, cache_batch_idx, k is not None)
     cache = Cache(k_cache, v_cache, page_table, k_descale, v_descale)
     conventions.check_per_entry("cache_leftpad", cache_leftpad, q.shape[0], q.device)
     _check_new(q, k_cache, v_cache, k, v, cache_seqlens)

@@ -213,6 +213,7 @@ def flash_attn_with_kvcache(
             rotated by row rotary_seqlens[b].
         cache_seqlens: the filled length of the cache: an int, (batch,) int32, or None = all of it.
         cache_batch_idx: (batch,) int32 or int64, the entry of the cache, or row of the page_table, of each batch entry.
+            If k is given, entries must be distinct, which is checked on a CPU; the result is undefined if they are not.
         cache_leftpad: (batch,) int32: keys before it do not exist.
         q_descale, k_descale, v_descale: (batch, num_heads_kv) float32, with e4m3 tensors. New keys are stored as they
             are given.
