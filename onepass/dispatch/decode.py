@@ -56,7 +56,11 @@ def _unsupported(name: str, problem: DecodeProblem, is_named: bool, device: torc
             faster.
     """
     if name == "cpu":
-        return None
+        # with split_size, bits do not depend on the size of the cache, so the choice must not either: this backend
+        # takes a left side that is longer than the cache, and a negative right side that is shorter
+        left, right = problem.attention.mask.window_left, problem.attention.mask.window_right
+        hides_by_size = left is not None or (right is not None and right < 0)
+        return "expected no window with split_size" if problem.split_size is not None and hides_by_size else None
     if name == "sm90":
         from ..kernels.launch import decode_sm90
 

@@ -325,3 +325,21 @@ def test_left_padding(causal, count):
         torch.testing.assert_close(mine, theirs)
     assert count == {"_forward": 2, "_backward": 3}  # two sequences are alike, one has no keys
     assert not results[0][3][1:3, :7].any()
+
+
+@pytest.mark.parametrize(
+    "window", [None, (20, 0), (100, 0), (100, None), (-3, None), (None, -1), (None, -100)], ids=str
+)
+def test_split_size_gives_equal_bits_in_caches_of_any_size(window):
+    """The window is as long as some of the caches, in which it hides no key."""
+    torch.manual_seed(0)
+    q = torch.randn(3, 2, 4, 32)
+    k, v = (torch.randn(3, 300, 2, 32) for _ in range(2))
+    filled = torch.tensor([60, 64, 30], dtype=torch.int32)
+    options = {"window": window, "split_size": 64, "return_lse": True}
+    expected = onepass.attention_decode(q, k, v, cache_seqlens=filled, **options)
+    for capacity in (64, 90, 101, 299):
+        caches = k[:, :capacity].contiguous(), v[:, :capacity].contiguous()
+        together = onepass.attention_decode(q, *caches, cache_seqlens=filled, **options)
+        assert torch.equal(together.out, expected.out)
+        assert torch.equal(together.lse, expected.lse)
