@@ -282,7 +282,7 @@ def attention(
     q: Tensor | QuantizedQKV,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    *,
+    *positional: Any,
     causal: bool = False,
     window: Window | None = None,
     softcap: float | None = None,
@@ -368,8 +368,8 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
     """
-    if unknown:
-        raise keywords.unexpected("attention", unknown)
+    if unknown or positional:
+        raise keywords.unexpected("attention", unknown, positional=positional)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend
@@ -428,7 +428,7 @@ def attention_varlen(
     q: Tensor | QuantizedQKV,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    *,
+    *positional: Any,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | Tensor | None = None,
@@ -476,8 +476,8 @@ def attention_varlen(
     that are out of order, and for a bias with too few columns. Kernels read lengths on the device only, and give
     undefined results for such offsets and such a bias.
     """
-    if unknown:
-        raise keywords.unexpected("attention_varlen", unknown)
+    if unknown or positional:
+        raise keywords.unexpected("attention_varlen", unknown, positional=positional)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend

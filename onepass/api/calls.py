@@ -209,7 +209,7 @@ def _is_packed(arguments: dict[str, Any]) -> bool:
 def _refuse_unknown(function: str, arguments: dict[str, Any]) -> None:
     unknown = set(arguments) - set(_DEFAULTS) - (set(_PACKED_DEFAULTS) if _is_packed(arguments) else set())
     if unknown:
-        raise keywords.unexpected(function, unknown, "attention or attention_varlen")
+        raise keywords.unexpected(function, unknown, "attention_varlen" if _is_packed(arguments) else "attention")
 
 
 def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionProblem:

@@ -135,7 +135,7 @@ def attention_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    *,
+    *positional: Any,
     cache_seqlens: Tensor,
     page_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -257,8 +257,8 @@ def attention_decode(
     Source: FlashAttention-2, arXiv:2307.08691, section 2.3 (merging splits); Flash-Decoding, Dao et al. 2023 (splitting
     the keys); PagedAttention, arXiv:2309.06180 (page tables).
     """
-    if unknown:
-        raise keywords.unexpected("attention_decode", unknown)
+    if unknown or positional:
+        raise keywords.unexpected("attention_decode", unknown, positional=positional)
     q, k_new, v_new = autocast_rows(k_cache, q, k_new, v_new)
     inputs = DecodeInputs(
         q,

@@ -1,31 +1,52 @@
-"""Keyword arguments that a function does not have: for names from other libraries, the error gives the name in onepass.
+"""Arguments that a function does not have: for names from other libraries, the error gives the name in onepass.
 
-The functions take such arguments as `**unknown`, at a negligible cost, and refuse them with `unexpected`.
-`hide_unknown` keeps `**unknown` out of the signatures that users see.
+The functions take such arguments as `*positional` and `**unknown`, at a negligible cost, and refuse them with
+`unexpected`. `hide_unknown` keeps both out of the signatures that users see.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Arguments of torch's scaled_dot_product_attention and of flash-attn, and what to do instead.
+_MASK = (
+    "causal, window, lengths, key_ranges and packed sequences say which keys are visible, and bias is added to scores; "
+    "onepass.compat.sdpa takes a mask"
+)
+_PADDING = (
+    "seqstart_k hides padding at the beginning; causal attention needs nothing for padding at the end, which no real "
+    "query sees; attention_varlen takes sequences without padding; onepass.compat.sdpa takes a mask"
+)
+_SCORES = "alibi_slopes, softcap and bias change scores, and no other function of a score is computed"
+_NO_PROBABILITIES = "return_lse=True also returns lse; the probabilities never exist in memory"
+
+# Arguments of torch's, flash-attn's and other libraries' functions, and what to do instead.
 _ELSEWHERE = {
     "is_causal": "it is called causal here, and aligned at the bottom right where lengths differ; "
     "onepass.compat.sdpa has torch's alignment",
     "scale": "it is called softmax_scale here",
     "sm_scale": "it is called softmax_scale here",
-    "attn_mask": "causal, window, lengths, key_ranges and packed sequences say which keys are visible, and bias is "
-    "added to scores; onepass.compat.sdpa takes a mask",
+    "scaling": "it is called softmax_scale here",
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "mask": _MASK,
+    "block_mask": _MASK,
+    "mask_mod": _MASK,
+    "key_padding_mask": _PADDING,
+    "padding_mask": _PADDING,
+    "score_mod": _SCORES,
+    "attn_bias": "it is called bias here, and is added to scores after the softcap",
+    "position_bias": "it is called bias here, and is added to scores after the softcap",
     "enable_gqa": "it is always on here: leave it out",
     "query": "it is called q here",
     "key": "it is called k here",
     "value": "it is called v here",
-    "window_size": "it is called window here, with None in place of -1 for an unbounded side",
+    "window_size": "it is called window here, with None for an unbounded side, which flash-attn writes -1",
+    "sliding_window": "window=(sliding_window - 1, 0) says it here",
     "s_aux": "it is called sinks here",
     "learnable_sink": "it is called sinks here",
     "block_table": "it is called page_table here, an argument of attention_decode",
@@ -36,7 +57,10 @@ _ELSEWHERE = {
     "seqused_q": "onepass.compat.flash_attn_3 takes it",
     "cu_seqlens": "it is called cu_seqlens_q and cu_seqlens_k here, arguments of attention_varlen",
     "max_seqlen": "it is called max_seqlen_q and max_seqlen_k here, arguments of attention_varlen",
-    "return_attn_probs": "return_lse=True also returns lse; the probabilities never exist in memory",
+    "return_attn_probs": _NO_PROBABILITIES,
+    "need_weights": _NO_PROBABILITIES,
+    "average_attn_weights": _NO_PROBABILITIES,
+    "output_attentions": _NO_PROBABILITIES,
     "return_softmax_lse": "it is called return_lse here",
 }
 _IN_DECODE = {"k": "it is called k_cache or, if it is to be appended, k_new here"}
@@ -44,23 +68,32 @@ _IN_DECODE["v"] = _IN_DECODE["k"].replace("k_", "v_")
 
 
 def hide_unknown(function: _Function) -> _Function:
-    """Leave `**unknown` out of what `inspect.signature` and `help` show."""
+    """Leave `*positional` and `**unknown` out of what `inspect.signature` and `help` show."""
     signature = inspect.signature(function)
-    shown = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    hidden = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    shown = [p for p in signature.parameters.values() if p.kind not in hidden]
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
 
 
-def unexpected(function: str, unknown: Iterable[str], expected: str | None = None) -> TypeError:
+def unexpected(
+    function: str, unknown: Iterable[str], owner: str | None = None, positional: Sequence[Any] = ()
+) -> TypeError:
     """The error for arguments that a function does not have.
 
     Args:
-        expected: the function whose arguments were expected, if that is not `function` itself.
+        owner: the function whose arguments were expected, if that is not `function` itself.
+        positional: positional arguments beyond those that the function has.
     """
-    expected = expected or function
-    hints = [f"{name}: {hint}" for name in sorted(unknown) if (hint := _hint(expected, name))]
-    words = "; ".join([f"{function}: expected arguments of {expected}, got {', '.join(sorted(unknown))}", *hints])
-    return TypeError(words)
+    if positional:
+        given = ", ".join(shown if len(shown := repr(one)) <= 20 else type(one).__name__ for one in positional)
+        return TypeError(
+            f"{function}: expected options by name, as in causal=True, got more positional arguments: {given}"
+        )
+    unknown = sorted(unknown)
+    subject = function if owner is None else f"{function}: {owner}"
+    words = f"{subject} has no argument{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}"
+    return TypeError("; ".join([words, *(f"{n}: {hint}" for n in unknown if (hint := _hint(owner or function, n)))]))
 
 
 def _hint(function: str, name: str) -> str | None:
@@ -76,6 +109,6 @@ def _hint(function: str, name: str) -> str | None:
     others = [other for other, parameters in names.items() if name in parameters]
     if others:
         return f"it is an argument of {' and '.join(others)}"
-    mine = [n for other, parameters in names.items() if other in function.split(" or ") for n in parameters]
-    close = difflib.get_close_matches(name, mine, 1)
+    mine = [n for other, parameters in names.items() if other == function for n in parameters]
+    close = difflib.get_close_matches(name, mine, 1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close else None

@@ -10,13 +10,17 @@ and `seqused_k` where a backend reads them, before it computes anything.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90
+from ..kernels.config.arch import frames_to_caller
 from ..problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs
+from ..problem.attention import NO_KEYS
 from .modifiers import check_modifiers
 from .scalars import check_flag, check_int, check_real
 from .tensors import check_dense, check_max_seqlens, check_packed, check_sinks, check_tensors
@@ -51,8 +55,22 @@ def _check_window_side(side: str, size: Any) -> int | None:
 
 
 def checked_mask(causal: Any, window: Any) -> Mask:
-    """Check the options that hide keys."""
-    return Mask.from_options(check_flag("causal", causal), _check_window(window))
+    """Check the options that hide keys. A window in which no key can lie is said once, with a warning."""
+    checked = _check_window(window)
+    mask = Mask.from_options(check_flag("causal", causal), checked)
+    if checked is not None and mask.window_right == NO_KEYS and not torch.compiler.is_compiling():
+        _warn_of_empty_window(checked, causal)
+    return mask
+
+
+@functools.lru_cache
+def _warn_of_empty_window(window: tuple, causal: bool) -> None:
+    warnings.warn(
+        f"onepass: window={window}{' with causal=True' if causal else ''} leaves no key to any query, so out is 0. An "
+        "unbounded side is None (it is -1 in flash-attn), as in window=(None, 0). (This is said once.)",
+        RuntimeWarning,
+        stacklevel=frames_to_caller(),
+    )
 
 
 def _check_range(dtype: torch.dtype, scale: float, softcap: float | None) -> None:

@@ -85,7 +85,7 @@ def check_ranks(named: dict[str, torch.Tensor], dims: str, rank: int) -> None:
 def check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Check the head counts and head dims, the last two dimensions of dense and packed tensors."""
     if k.shape[:-1] != v.shape[:-1]:
-        hint = layout_hints.transpose_hint({"v": v}) if k.shape[:-1] == layout_hints.transposed(v).shape[:-1] else ""
+        hint = layout_hints.transpose_hint("v", v) if k.shape[:-1] == layout_hints.transposed(v).shape[:-1] else ""
         raise ValueError(f"v: expected shape {tuple(k.shape[:-1])} like k up to head_dim, got {shape_of(v)}{hint}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k: expected head_dim {q.shape[-1]} like q, got {k.shape[-1]}")
@@ -146,7 +146,7 @@ def check_sinks(sinks: Any, q: torch.Tensor) -> None:
         raise ValueError(f"sinks: expected device {q.device} like q, got {sinks.device}")
     if sinks.dim() != 1 or sinks.shape[0] != q.shape[-2]:
         is_transposed = sinks.dim() == 1 and sinks.shape[0] == q.shape[-3]
-        hint = layout_hints.transpose_hint({"q": q}) if is_transposed else ""
+        hint = layout_hints.transpose_hint("q", q) if is_transposed else ""
         raise ValueError(f"sinks: expected shape ({q.shape[-2]},), one per query head, got {shape_of(sinks)}{hint}")
 
 

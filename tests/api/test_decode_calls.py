@@ -90,7 +90,7 @@ def test_supports_says_what_the_call_would(changes):
 def test_names():
     answer = onepass.supports(**tensors(), seqused_k=None)
     assert not answer.ok
-    assert answer.reason.startswith("supports: expected arguments of attention_decode, got seqused_k; seqused_k: it is")
+    assert answer.reason.startswith("supports: attention_decode has no argument seqused_k; seqused_k: it is")
     with pytest.raises(TypeError, match="warmup: expected v_cache beside the other arguments of attention_decode"):
         onepass.warmup([{n: t for n, t in CALL.items() if n != "v_cache"}])
     with pytest.raises(TypeError, match=r"dtype: expected a torch\.dtype beside the shape \(4, 1, 32, 128\) of q"):

@@ -117,31 +117,54 @@ DENSE = [
     (
         {"q": lambda t: t[:, :1].transpose(1, 2), "k": lambda t: t.transpose(1, 2), "v": lambda t: t.transpose(1, 2)},
         ValueError,
-        r"q: .* divisible by the 6 heads of k and v, got 1 \(q, k and v look like \(batch, num_heads, seqlen, head_dim"
-        r"\): pass q.transpose\(1, 2\), k.transpose\(1, 2\), v.transpose\(1, 2\)\)",
+        r"q: .* divisible by the 6 heads of k and v, got 1 \(are q, k and v \(batch, num_heads, seqlen, head_dim"
+        r"\)\? Then pass q.transpose\(1, 2\), k.transpose\(1, 2\), v.transpose\(1, 2\)\)",
     ),
     (
         {"q": lambda t: t[:, :1].transpose(1, 2)},
         ValueError,
-        r"q: .* got 1 \(q looks like \(batch, num_heads, seqlen, head_dim\): pass q.transpose\(1, 2\)\)",
+        r"q: .* got 1 \(is q \(batch, num_heads, seqlen, head_dim\)\? Then pass q.transpose\(1, 2\)\)",
     ),
     (
         {"k": lambda t: t.transpose(1, 2), "v": lambda t: t.transpose(1, 2)},
         ValueError,
-        r"q: .* got 4 \(k and v look like \(batch, num_heads, seqlen, head_dim\): pass k.transpose\(1, 2\), v.trans",
+        r"q: .* got 4 \(are k and v \(batch, num_heads, seqlen, head_dim\)\? Then pass k.transpose\(1, 2\), v.trans",
     ),
     (
         {"v": lambda t: t.transpose(1, 2)},
         ValueError,
-        r"v: expected shape \(2, 6, 2\) .* \(v looks like \(batch, num_heads, seqlen, head_dim\): pass v.transpose\(1",
+        r"v: expected shape \(2, 6, 2\) .* \(is v \(batch, num_heads, seqlen, head_dim\)\? Then pass v.transpose\(1",
     ),
     (
         {"q": lambda t: t.transpose(1, 2), "k": lambda t: t.transpose(1, 2), "v": lambda t: t.transpose(1, 2)}
         | {"sinks": torch.zeros(4)},
         ValueError,
-        r"sinks: expected shape \(6,\), .*, got \(4,\) \(q looks like \(batch, num_heads, seqlen, head_dim\): pass q",
+        r"sinks: expected shape \(6,\), .*, got \(4,\) \(is q \(batch, num_heads, seqlen, head_dim\)\? Then pass q",
     ),
     ({"q": lambda t: t[:, :1, :3]}, ValueError, r"q: .* divisible by the 2 heads of k and v, got 3$"),
+    # wrong heads in the right layout: with seqlen and heads exchanged the call would run, and give wrong values
+    (
+        {"q": torch.zeros(2, 64, 8, 32), "k": torch.zeros(2, 64, 3, 32), "v": torch.zeros(2, 64, 3, 32)},
+        ValueError,
+        r"q: expected a number of heads divisible by the 3 heads of k and v, got 8$",
+    ),
+    ({"q": torch.zeros(2, 64, 3, 8)}, ValueError, r"q: .* divisible by the 2 heads of k and v, got 3$"),
+    (
+        {"k": torch.zeros(2, 6, 3, 8), "v": torch.zeros(2, 6, 3, 8)},
+        ValueError,
+        r"q: .* divisible by the 3 heads of k and v, got 4$",
+    ),
+    (
+        {"k": torch.zeros(2, 8, 4, 8), "v": torch.zeros(2, 4, 8, 8)},
+        ValueError,
+        r"v: expected .* \(is v \(batch, num_heads, seqlen, head_dim\)\? Then pass v.transpose\(1, 2\)\)$",
+    ),
+    (
+        {"k": torch.zeros(2, 4, 8, 8), "v": torch.zeros(2, 8, 4, 8)},
+        ValueError,
+        r"v: expected shape \(2, 4, 8\) like k up to head_dim, got \(2, 8, 4, 8\)$",
+    ),
+    ({"sinks": torch.zeros(6)}, ValueError, r"sinks: expected shape \(4,\), one per query head, got \(6,\)$"),
     ({"backend": "cuda9"}, ValueError, r"backend: expected one of .*tiled.* or None, got 'cuda9'"),
     (
         {"tuning": object()},
@@ -166,7 +189,7 @@ PACKED = [
     (
         {"q": lambda t: t[:1].transpose(0, 1), "k": lambda t: t.transpose(0, 1), "v": lambda t: t.transpose(0, 1)},
         ValueError,
-        r"q: .* got 1 \(q, k and v look like \(num_heads, total_tokens, head_dim\): pass q.transpose\(0, 1\), k.tran",
+        r"q: .* got 1 \(are q, k and v \(num_heads, total_tokens, head_dim\)\? Then pass q.transpose\(0, 1\), k.tran",
     ),
     ({"cu_seqlens_q": None}, TypeError, r"cu_seqlens_q: expected an int32 torch.Tensor, got NoneType"),
     ({"cu_seqlens_q": lambda t: t.long()}, TypeError, r"cu_seqlens_q: expected dtype int32, got int64"),

@@ -1,16 +1,19 @@
 """Windows with negative sides: the visible keys begin after a query's own position, or end before it."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
 
 import onepass
 from onepass import reference
+from onepass.compat import flash_attn
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing import Call
 from onepass.tiled import backward, forward
 from onepass.tiled.tile_sizes import TileSizes
+from onepass.validation import attention
 
 INT32 = torch.int32
 SIDES = (None, 5, 0, -1, -4, -9)
@@ -34,6 +37,45 @@ OPTIONS = {
         "seqused_k": torch.tensor([40, 0], dtype=INT32),
     },
 }
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "is_empty"),
+    [
+        (False, (-1, -1), True),
+        (False, (-1, 0), True),
+        (True, (-1, -1), True),
+        (True, (-3, None), True),
+        (True, (-3, 5), True),
+        (False, (-3, 5), False),
+        (False, (-1, None), False),
+        (True, (0, -1), True),
+        (True, (None, -1), False),
+        (True, (4, -2), False),
+    ],
+)
+def test_a_window_without_keys_is_said_once(causal, window, is_empty):
+    attention._warn_of_empty_window.cache_clear()
+    tensors, cache = make(), {"cache_seqlens": torch.tensor([20, 30], dtype=INT32)}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        out = onepass.attention(**tensors, causal=causal, window=window)
+        onepass.attention_decode(*tensors.values(), **cache, causal=causal, window=window)
+    assert len(said) == is_empty
+    assert (out == 0).all() == is_empty
+    if is_empty:
+        assert said[0].filename == __file__
+        assert str(said[0].message).startswith(
+            f"onepass: window={window}{' with causal=True' if causal else ''} leaves"
+        )
+
+
+def test_flash_attn_s_unbounded_sides_are_not_empty():
+    attention._warn_of_empty_window.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for window in ((-1, -1), (-1, 0), (3, -1)):
+            flash_attn.flash_attn_func(*make().values(), window_size=window)
 
 
 def make(batch=2, seqlen_q=37, seqlen_k=53, heads=(4, 2), head_dim=16, dtype=torch.float32):

@@ -75,7 +75,7 @@ REFUSED = [
     (CALL | {"dtype": torch.float64}, NotImplementedError, "backend tiled has no kernels to tune .*float64"),
     ({n: torch.zeros(1, 4, 2, 8) for n in "qkv"}, NotImplementedError, "backend cpu has no kernels to tune"),
     ({"q": (1, 2, 3, 4)}, TypeError, "tune: expected q, k and v in every call, got none for k, v"),
-    (CALL | {"colour": 3}, TypeError, "tune: expected arguments of attention"),
+    (CALL | {"colour": 3}, TypeError, "tune: attention has no argument colour"),
 ]
 
 

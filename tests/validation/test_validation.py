@@ -49,7 +49,7 @@ def test_supports_asks_about_shapes_alone():
 def test_supports_refuses_unknown_arguments():
     answer = onepass.supports(**tensors(), dropout=0.1)
     assert not answer.ok
-    expected = "supports: expected arguments of attention or attention_varlen, got dropout"
+    expected = "supports: attention has no argument dropout"
     assert answer.reason == f"{expected}; dropout: did you mean dropout_p?"
 
 

@@ -54,10 +54,10 @@ def warn_if_unproven(device: torch.device) -> None:
     _checked.add(device.index)
     if (words := unproven(device)) is not None and words not in _said:
         _said.add(words)
-        warnings.warn(f"onepass: {words}. (This is said once.)", RuntimeWarning, stacklevel=_frames_to_caller())
+        warnings.warn(f"onepass: {words}. (This is said once.)", RuntimeWarning, stacklevel=frames_to_caller())
 
 
-def _frames_to_caller() -> int:
+def frames_to_caller() -> int:
     """How far the line that called onepass is above the caller of this function."""
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (PACKAGE, "torch"):
