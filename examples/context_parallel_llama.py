@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/context_parallel_llama.py --device cpu    # a tiny model, in seconds
 
 Each rank has all weights and its share of the tokens; only attention needs the tokens of other ranks.
-Needs transformers: pip install 'onepass[demo]'
+Needs transformers: pip install '.[demo]'
 """
 
 import argparse

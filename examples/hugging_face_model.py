@@ -1,6 +1,6 @@
 """A Hugging Face model with every attention layer run by onepass: a tiny Llama with random weights.
 
-Needs transformers: pip install 'onepass[demo]'
+Needs transformers: pip install '.[demo]'
 """
 
 import torch

@@ -3,7 +3,7 @@
     python examples/long_context.py        # 32768 tokens on a GPU; 8192 on a CPU, with fewer heads
 
 The formula keeps (heads, seqlen, seqlen) matrices, so it runs at a quarter of the length only: its memory grows with
-the square of the length, while onepass's grows with the length. Needs: pip install 'onepass[bench]'
+the square of the length, while onepass's grows with the length. Needs: pip install '.[bench]'
 """
 
 import torch

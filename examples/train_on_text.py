@@ -7,7 +7,7 @@ The text is Python's own library and the licenses on this machine: no download. 
 and see the same batches. The exit status is 1 if the two losses of a step differ by more than 0.05, or the two last
 losses by more than 1 %.
 
-Needs transformers: pip install 'onepass[demo]'
+Needs transformers: pip install '.[demo]'
 """
 
 import argparse

@@ -20,7 +20,7 @@ from .tuning import TuningResult, tune
 
 ForwardConfig = ForwardConfigSm90  # its name before Ampere had one
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionOutput",

@@ -3,7 +3,7 @@
     python docs/pictures/draw_fp8.py
 
 Everything drawn is computed here, with the functions that `onepass.attention` uses. Needs matplotlib:
-pip install "onepass[bench]"
+pip install ".[bench]"
 """
 
 from __future__ import annotations

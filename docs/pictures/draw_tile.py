@@ -3,7 +3,7 @@
     python docs/pictures/draw_tile.py
 
 The visiting order is not drawn by hand: it comes from `block_range.key_tiles`, which the backends loop over.
-Needs matplotlib: pip install "onepass[bench]"
+Needs matplotlib: pip install ".[bench]"
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ performance.png            geometric means: forward, backward, FP8 and decoding
 performance-forward.png, performance-backward.png, performance-fp8.png, performance-decode.png     case by case
 performance-cpu.png        the forward and the backward on a CPU, beside torch's SDPA
 
-Nothing is measured here. Needs matplotlib: pip install 'onepass[bench]'
+Nothing is measured here. Needs matplotlib: pip install '.[bench]'
 """
 
 from __future__ import annotations

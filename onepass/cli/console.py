@@ -72,7 +72,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 def require_matplotlib(option: str) -> None:
     """Exit if matplotlib is missing: before the measurements, not after them."""
     if importlib.util.find_spec("matplotlib") is None:
-        fail(f"{option} needs matplotlib: pip install 'onepass[bench]'", code=1)
+        fail(f"{option} needs matplotlib: pip install '.[bench]' in a checkout of onepass", code=1)
 
 
 def resolve_device(name: str) -> str:

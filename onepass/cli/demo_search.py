@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MAX_DIFFERENCE = 1e-5  # of any coordinate of the embeddings, which have length 1
 BATCH_SIZE = 8
 NUM_STEPS = 3  # how often `search` reports a step
-PIP_COMMAND = "pip install 'onepass[demo]'"
+PIP_COMMAND = "pip install '.[demo]' in a checkout of onepass"
 
 CORPUS = (
     "The ferry to the island leaves at seven every morning.",

@@ -319,7 +319,7 @@ def test_a_gpu_that_is_not_there(compiled):
 
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", False)
-    with pytest.raises(NotImplementedError, match="the kernel compiler is not installed: pip install 'onepass"):
+    with pytest.raises(NotImplementedError, match="the kernel compiler is not installed: pip install '"):
         onepass.warmup([CALL], backend="sm90")
     # on a machine whose GPU could run it, and not only if it is requested by name
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

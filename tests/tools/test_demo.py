@@ -182,7 +182,7 @@ def test_exit_code_of_the_search(monkeypatch, layer, report, exit_code):
     result = run()
     assert result.exit_code == exit_code, result.output
     if report.missing:
-        assert "transformers not installed; pip install 'onepass[demo]'" in result.output
+        assert "transformers not installed; pip install '.[demo]'" in result.output
     else:
         assert "an answer" in result.output
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import onepass
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=lambda path: path.relative_to(ROOT).as_posix())
 WIDEST_LINE, LONGEST_README = 230, 150  # a row of a table cannot be wrapped
@@ -42,6 +44,25 @@ def names_of(module: Path) -> set[str]:
         if isinstance(node, ast.ClassDef):
             found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
     return found
+
+
+def test_nothing_says_to_install_a_package_that_is_not_published():
+    """A stranger could take the name. Dated logs, and extras of this project in its own metadata, may have it."""
+    folders = "onepass", "docs", "examples", "tests", "packaging"
+    files = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    read = [path for path in files if path.suffix in (".py", ".md", ".ipynb", ".txt", ".yml") or path.name == "Makefile"]
+    wanted = re.compile(r"install\s+(--?\S+\s+)*\\?['\"]?onepass\b")
+    found = [path.name for path in read if "lab" not in path.parts and wanted.search(path.read_text(encoding="utf-8"))]
+    assert len(read) > 500
+    assert not found
+
+
+def test_versions_agree():
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    cited = re.search(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest is not None
+    assert cited is not None
+    assert newest[1] == cited[1] == onepass.__version__
 
 
 @pages
