@@ -1,11 +1,9 @@
 """The Python blocks of the pages run, on a CPU, or name what they need.
 
-The blocks of a page run one after the other in one namespace. A comment before a block, which readers of the page do
-not see, may say more:
+A block that imports torch first stands alone. All others go on in the namespace of the block before. What they need
+is in the blocks, since readers copy them. A comment before a block, which readers of the page do not see, may say how
+it is tested:
 
-    <!-- setup              lines that run before the block: tensors that the page talks of
-    q = torch.randn(...)
-    -->
     <!-- code: run with "cuda" as "cpu", 4096 as 64 -->     what to replace, so that it takes no GPU and little time
     <!-- code: not run, because it needs xformers -->       its names and keywords are looked up, it does not run
 """
@@ -30,7 +28,7 @@ from onepass.integrations import torch_sdpa
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
-    r"(?:^<!-- setup\n(?P<setup>.*?)^-->\n)?(?:^<!-- code: (?P<words>.*?) -->\n)?^```python\n(?P<code>.*?)^```",
+    r"(?:^<!-- code: (?P<words>.*?) -->\n)?^```python\n(?P<code>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
 NOT_RUN, RUN_WITH = "not run, because ", "run with "
@@ -39,7 +37,6 @@ FENCE = re.compile(r"^ *```python", re.MULTILINE)
 
 class Block(NamedTuple):
     line: int
-    setup: str
     words: str
     code: str
 
@@ -63,7 +60,7 @@ def blocks_of(page: Path) -> list[Block]:
     found = []
     for match in BLOCK.finditer(text):
         line = text[: match.start("code")].count("\n")
-        found.append(Block(line, match["setup"] or "", match["words"] or "", match["code"]))
+        found.append(Block(line, match["words"] or "", match["code"]))
     return found
 
 
@@ -81,21 +78,22 @@ def test_every_block_is_found_and_every_comment_understood(page):
     text, blocks = page.read_text(encoding="utf-8"), blocks_of(page)
     assert len(blocks) == len(FENCE.findall(text))
     assert text.count("<!-- code:") == sum(bool(block.words) for block in blocks)
-    assert text.count("<!-- setup") == sum(bool(block.setup) for block in blocks)
     assert [b.words for b in blocks if b.words and not b.words.startswith((NOT_RUN, RUN_WITH))] == []
 
 
 @pages
 def test_blocks_run(page, monkeypatch):
-    """The blocks of a page, in a process in which torch and onepass are left as they were."""
+    """The blocks of a page as they stand, in a process in which torch and onepass are left as they were."""
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     module = types.ModuleType("page_of_onepass")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # torch.compile looks a function's module up
-    namespace = vars(module)
+    namespace, at_first = vars(module), dict(vars(module))
     try:
         for block in blocks_of(page):
             if block.runs:
-                exec(compile(block.setup, f"{page}, setup", "exec"), namespace)
+                if block.code.startswith("import torch"):
+                    namespace.clear()
+                    namespace.update(at_first)
                 exec(compile(block.source(), str(page), "exec"), namespace)
     finally:
         onepass.use_backend(None)
