@@ -330,7 +330,8 @@ def attention(
         softmax_scale: multiplies q.k before the softmax, at most 1e36 in magnitude (1e300 in float64); None =
             head_dim ** -0.5.
         seqused_k: (batch,) int32 on q's device; only the first seqused_k[b] keys of batch entry b exist, and masks are
-            aligned to them. Keys and values beyond them are never read.
+            aligned to them. Keys and values beyond them are never read. Leave it out for a causal batch that is padded at
+            the end: real rows never see the padding, and the diagonal must not move.
         seqstart_k: (batch,) int32 on q's device; keys before seqstart_k[b] do not exist, and are never read (left
             padding). Queries whose position i + seqlen_k - seqlen_q is before it see nothing. Masks stay aligned to
             the last key.
@@ -461,7 +462,7 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on q's device, starting at 0 and never decreasing. Rows
             past the last offset belong to no sequence: out = 0, lse = -inf (even with sinks), zero gradients.
         max_seqlen_q, max_seqlen_k: an int, a tensor or None; hints that are never read from the device.
-        seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist.
+        seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist, and masks are aligned to them.
         seqstart_k, alibi_slopes, dropout_p: as for `attention`; keys count from the first key of their sequence.
         key_ranges: (num_heads_q or 1, total_q, 2) int32. q_positions: (total_q,) int32.
         bias: (num_heads_q or 1, total_q or 1, columns): column j belongs to key j of each sequence. There are at least
