@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 
 from ..dispatch import attention as dispatch
 from ..dispatch import choice
@@ -165,6 +165,7 @@ def _modified_call(
     if precision is not None:
         modifier_checks.refuse_modifiers(f"with precision={precision!r}", given, dropout_p)
     named = dict(zip(modifier_checks.NAMES, given, strict=True))
+    named["alibi_slopes"] = modifier_checks.in_float32(named["alibi_slopes"])
     arguments |= {"window": window, "sinks": inputs.sinks, "seqused_k": inputs.seqused_k}
     arguments["modifiers"] = {"given": named, "dropout_p": dropout_p}
     if max_seqlens is None:
@@ -177,7 +178,8 @@ def _modified_call(
         return _first_call(inputs, max_seqlens, window, options, None)
     state = philox.random_state(q.device) if problem.dropout_p else None
     modified_inputs = ModifiedInputs(q, k, v, *inputs[3:], Modifiers(**named, dropout_state=state))
-    lost_gradients.refuse_forward_mode(*(t for t in (q, k, v, inputs.sinks, *given) if isinstance(t, Tensor)))
+    tensors = q, k, v, inputs.sinks, *named.values()
+    lost_gradients.refuse_forward_mode(*(t for t in tensors if isinstance(t, Tensor)))
     tuning = arguments["tuning"]
     name = dispatch.require(problem, backend, tuning, q.device)
     operator_options = ops.options_of(problem, choice.backend_argument(name, backend), tuning)
@@ -330,8 +332,8 @@ def attention(
         softmax_scale: multiplies q.k before the softmax, at most 1e36 in magnitude (1e300 in float64); None =
             head_dim ** -0.5.
         seqused_k: (batch,) int32 on q's device; only the first seqused_k[b] keys of batch entry b exist, and masks are
-            aligned to them. Keys and values beyond them are never read. Leave it out for a causal batch that is padded at
-            the end: real rows never see the padding, and the diagonal must not move.
+            aligned to them. Keys and values beyond them are never read. Leave it out for a causal batch that is padded
+            at the end: real rows never see the padding, and the diagonal must not move.
         seqstart_k: (batch,) int32 on q's device; keys before seqstart_k[b] do not exist, and are never read (left
             padding). Queries whose position i + seqlen_k - seqlen_q is before it see nothing. Masks stay aligned to
             the last key.
@@ -340,8 +342,8 @@ def attention(
         q_positions: (batch or 1, seqlen_q) int32 on q's device: where each query stands among the keys, instead of
             i + seqlen_k - seqlen_q. causal, window, seqstart_k and alibi_slopes count from it, and it is the number of
             a query's row in bias and for dropout. It may be any number; beyond the rows of bias the nearest one counts.
-        alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32; subtracts slope * |position - j| from a score,
-            after the softcap. They may require a gradient, and be negative.
+        alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32 (bfloat16 and float16 are converted); subtracts
+            slope * |position - j| from a score, after the softcap. They may require a gradient, and be negative.
         bias: added to scores after the softcap; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k), with
             q_positions to (batch, num_heads_q, positions, seqlen_k) for any number of positions. A pair with
             a bias of -inf is hidden. It may require a gradient, which is undefined for hidden pairs. A row is undefined
@@ -371,6 +373,8 @@ def attention(
     """
     if unknown or positional:
         raise keywords.unexpected("attention", unknown, positional=positional)
+    if not isinstance(q, Tensor) and overrides.has_torch_function_unary(q):
+        return keywords.overridden(attention, locals())
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend
@@ -479,6 +483,8 @@ def attention_varlen(
     """
     if unknown or positional:
         raise keywords.unexpected("attention_varlen", unknown, positional=positional)
+    if not isinstance(q, Tensor) and overrides.has_torch_function_unary(q):
+        return keywords.overridden(attention_varlen, locals())
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend

@@ -216,6 +216,7 @@ def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionP
     """The problem of a call of `attention` or, with cu_seqlens, `attention_varlen`; raises what the call would."""
     arguments = _DEFAULTS | (_PACKED_DEFAULTS if _is_packed(arguments) else {}) | arguments
     given, dropout_p = {name: arguments.pop(name) for name in modifiers.NAMES}, arguments.pop("dropout_p")
+    given["alibi_slopes"] = modifiers.in_float32(given["alibi_slopes"])
     if isinstance(q, QuantizedQKV):
         modifiers.refuse_modifiers("with a QuantizedQKV", tuple(given.values()), dropout_p)
         return fp8.check_quantized_call(q, k, v, **arguments)

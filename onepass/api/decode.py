@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 
 from ..dispatch import choice, decode
 from ..dispatch.backends import Forward
@@ -15,6 +15,7 @@ from ..ops import without_backward
 from ..problem.decode import DecodeInputs
 from ..validation.decode import check_decode, few_queries
 from ..validation.lost_gradients import refuse_forward_mode
+from ..validation.modifiers import in_float32
 from ..validation.overlap import with_overlaps_refused
 from ..validation.scalars import check_int
 from . import fast_path, keywords
@@ -214,8 +215,8 @@ def attention_decode(
             sees only keys lo <= j < hi among the keys that other options leave.
         q_positions: (batch or 1, seqlen_q) int32, packed (total_q,): the key at which each query stands, in place of
             i + seqlen_k - seqlen_q, for causal, window, alibi_slopes, rows of bias, and rotation.
-        alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32: slope * |position of the query - j| is subtracted
-            from scores, after the softcap.
+        alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32 (bfloat16 and float16 are converted): slope *
+            |position of the query - j| is subtracted from scores, after the softcap.
         bias: (batch or 1, num_heads_q or 1, seqlen_q or 1, max_seqlen or 1), packed without the batch: added to scores,
             after the softcap; -inf hides a pair. Column j belongs to key j of the cache, of which there are max_pages *
             page_size with a page_table. With q_positions, row i belongs to position i, for any number of rows; for a
@@ -259,6 +260,8 @@ def attention_decode(
     """
     if unknown or positional:
         raise keywords.unexpected("attention_decode", unknown, positional=positional)
+    if not isinstance(q, Tensor) and overrides.has_torch_function_unary(q):
+        return keywords.overridden(attention_decode, locals())
     q, k_new, v_new = autocast_rows(k_cache, q, k_new, v_new)
     inputs = DecodeInputs(
         q,
@@ -277,7 +280,8 @@ def attention_decode(
     )
     rows_q, rows_k = rotary_positions_q, rotary_positions_k
     if not (seqstart_k is key_ranges is q_positions is alibi_slopes is bias is rows_q is rows_k is None):
-        inputs = inputs.with_modifiers((seqstart_k, key_ranges, q_positions, alibi_slopes, bias, rows_q, rows_k))
+        slopes = in_float32(alibi_slopes)
+        inputs = inputs.with_modifiers((seqstart_k, key_ranges, q_positions, slopes, bias, rows_q, rows_k))
     most_queries = None if max_seqlen_q is None else few_queries(max_seqlen_q, cu_seqlens_q)
     keys: tuple = ()
     if check_values is False:

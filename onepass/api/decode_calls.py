@@ -9,6 +9,7 @@ import torch
 
 from ..problem.decode import MODIFIERS, TENSORS, DecodeInputs, DecodeProblem
 from ..validation.decode import check_decode
+from ..validation.modifiers import in_float32
 from ..validation.tensors import tensor_of_shape
 from . import keywords
 from .decode import attention_decode, autocast_rows
@@ -55,6 +56,7 @@ def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem,
     inputs = DecodeInputs(*(arguments.pop(name) for name in TENSORS))
     q, k_new, v_new = autocast_rows(inputs.k_cache, inputs.q, inputs.k_new, inputs.v_new)
     inputs = inputs._replace(q=q, k_new=k_new, v_new=v_new)
+    arguments["alibi_slopes"] = in_float32(arguments["alibi_slopes"])
     given = tuple(arguments.pop(name) for name in MODIFIERS)
     if any(t is not None for t in given):
         inputs = inputs.with_modifiers(given)

@@ -11,6 +11,9 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import torch
+import torch.overrides
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MASK = (
@@ -74,6 +77,16 @@ def hide_unknown(function: _Function) -> _Function:
     shown = [p for p in signature.parameters.values() if p.kind not in hidden]
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
+
+
+def overridden(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The call as the type of q overrides it by `__torch_function__`: `torch.fx.symbolic_trace` makes it a node.
+
+    Args: arguments: those of the call, by name; defaults are left out.
+    """
+    parameters = inspect.signature(function).parameters
+    given = {name: arguments[name] for name, p in parameters.items() if arguments[name] is not p.default}
+    return torch.overrides.handle_torch_function(function, (given.pop("q"),), arguments["q"], **given)
 
 
 def unexpected(

@@ -15,6 +15,9 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in _NEEDED:
             raise
-        print(f"onepass: the command line needs {missing}: pip install '.[bench]' in a checkout of onepass", file=sys.stderr)
+        print(
+            f"onepass: the command line needs {missing}: pip install '.[bench]' in a checkout of onepass",
+            file=sys.stderr,
+        )
         raise SystemExit(1) from None
     app()

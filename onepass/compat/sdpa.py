@@ -19,7 +19,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from ..api import attention as api
 from ..errors import REFUSALS, renamed
 from ..validation import tensors
-from ..validation.scalars import check_flag, check_real
+from ..validation.scalars import check_flag, check_real, is_real
 from .masks import four_dimensional, mask_arguments, padding_arguments
 
 __all__ = ["scaled_dot_product_attention"]
@@ -66,6 +66,8 @@ def scaled_dot_product_attention(
     query, key, value = api.autocast_inputs(query, key, value)
     is_causal, scale = check_flag("is_causal", is_causal), None if scale is None else check_real("scale", scale)
     leading = _check(query, key, value, attn_mask, is_causal, enable_gqa)
+    # onepass.attention takes no such probability
+    drops_all = is_real(dropout_p) and not isinstance(dropout_p, bool) and dropout_p == 1
     causal_bias = attn_mask if isinstance(attn_mask, CausalBias) else None
     is_bottom_right = causal_bias is not None and causal_bias.variant == CausalVariant.LOWER_RIGHT
     mask = None if causal_bias is not None or attn_mask is None else four_dimensional(attn_mask, leading)
@@ -89,11 +91,12 @@ def scaled_dot_product_attention(
         padding = padding_arguments(mask, q.shape[0], q.shape[1], is_aligned)
         masks = mask_arguments(mask, q.shape[1], k.shape[1]) if padding is None else padding
     try:
-        out = api.attention(
-            q, k, v, causal=is_bottom_right, window=window, softmax_scale=scale, dropout_p=dropout_p, **masks
-        )
+        masks["dropout_p"] = 0.0 if drops_all else dropout_p
+        out = api.attention(q, k, v, causal=is_bottom_right, window=window, softmax_scale=scale, **masks)
     except REFUSALS as error:
         raise renamed(error, {"q": "query", "k": "key", "v": "value", "bias": "attn_mask"}) from None
+    if drops_all:
+        out = out.masked_fill(torch.ones((), dtype=torch.bool, device=out.device), 0.0)
     return out.transpose(1, 2).reshape(*leading, *query.shape[-2:-1], value.shape[-1])
 
 

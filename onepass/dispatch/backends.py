@@ -136,7 +136,11 @@ def device_refusal(name: str, problem: AttentionProblem, device: torch.device | 
 
 def compiler_refusal() -> str | None:
     """Why no kernel can be compiled here; None if kernels can be."""
-    return None if _HAS_KERNEL_COMPILER else "the kernel compiler is not installed: pip install '.[cuda]' in a checkout of onepass"
+    return (
+        None
+        if _HAS_KERNEL_COMPILER
+        else "the kernel compiler is not installed: pip install '.[cuda]' in a checkout of onepass"
+    )
 
 
 # The functions below import in their bodies and not with importlib, because torch.compile traces them.

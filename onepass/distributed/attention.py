@@ -15,6 +15,7 @@ from ..api import attention as api
 from ..api.attention import AttentionOutput, autocast_inputs
 from ..geometry import philox
 from ..ops.autocast import without_autocast
+from ..validation.modifiers import in_float32
 from . import checks, copies
 from .agreement import needs_gradient
 from .exchange import Pending, add_up, take_from_first, words
@@ -70,6 +71,7 @@ def attention(
     arguments differ.
     """
     q, k, v = autocast_inputs(q, k, v)
+    alibi_slopes = in_float32(alibi_slopes)
     terms = Terms(sinks, seqused_k, seqstart_k, key_ranges, alibi_slopes, bias)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

@@ -25,7 +25,7 @@ from ..quantization.codec import E4M3
 from ..tiled.cache import to_e4m3
 from ..validation import decode as checks
 from ..validation.attention import checked_mask
-from ..validation.modifiers import NAMES, check_modifiers
+from ..validation.modifiers import NAMES, check_modifiers, in_float32
 from ..validation.overlap import refuse_overlaps
 from ..validation.scalars import check_flag
 from ..validation.tensors import check_int32
@@ -135,7 +135,8 @@ def decode(
             k_new,
             v_new,
         )
-        given = seqstart_k, key_ranges, q_positions, alibi_slopes, bias, rotary_positions_q, rotary_positions_k
+        slopes = in_float32(alibi_slopes)
+        given = seqstart_k, key_ranges, q_positions, slopes, bias, rotary_positions_q, rotary_positions_k
         inputs = inputs.with_modifiers(given)
         _check(plan, inputs)
         interleaved = check_flag("rotary_interleaved", rotary_interleaved)

@@ -14,6 +14,12 @@ from .tensors import SUPPORTED_DTYPES, check_int32, check_tensor, shape_of, shor
 NAMES = ("seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias")
 
 
+def in_float32(slopes: Any) -> Any:
+    """Slopes of 16 bits, as mixed precision makes of a parameter, in float32, with a gradient; all else as it is."""
+    is_16_bit = isinstance(slopes, torch.Tensor) and slopes.dtype in (torch.bfloat16, torch.float16)
+    return slopes.float() if is_16_bit else slopes
+
+
 def are_given(given: tuple, dropout_p: Any) -> bool:
     """Whether a call may have modifiers. Args: given: the arguments `NAMES`."""
     return not (type(dropout_p) is float and dropout_p == 0.0) or any(t is not None for t in given)

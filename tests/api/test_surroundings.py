@@ -1,4 +1,4 @@
-"""Every public function gives the same bits whatever default dtype torch has, and under autocast."""
+"""Public functions under other default dtypes, autocast, torch.fx and mixed precision."""
 
 import contextlib
 import dataclasses
@@ -220,3 +220,62 @@ def vars_of(call):
 
 def same_bits(a, b):
     return a.dtype == b.dtype and torch.equal(*(t.contiguous().view(torch.uint8) if t.dim() else t for t in (a, b)))
+
+
+# ---------------------------------------------------------------- torch.fx
+
+
+class Layer(torch.nn.Module):
+    """The three functions with parameters of the module, of which torch.fx makes proxies."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.rand(4))
+
+    def forward(self, q, k, v, offsets, lengths):
+        out, lse = onepass.attention(q, k, v, causal=True, alibi_slopes=self.slopes, return_lse=True)
+        packed = (x.flatten(0, 1) for x in (q, k, v))
+        more = onepass.attention_varlen(*packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets, window=(3, 0))
+        return out, lse, more, onepass.attention_decode(q, k, v, cache_seqlens=lengths)
+
+
+def test_symbolic_traces():
+    layer = Layer()
+    traced = torch.fx.symbolic_trace(layer)
+    q, k, v = (torch.randn(2, 9, heads, 8) for heads in (4, 2, 2))
+    given = q, k, v, torch.tensor([0, 9, 18], dtype=INT32), torch.tensor([9, 5], dtype=INT32)
+    with torch.no_grad():
+        for found, expected in zip(traced(*given), layer(*given), strict=True):
+            assert torch.equal(found, expected)
+    targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    for function in (onepass.attention, onepass.attention_varlen, onepass.attention_decode):
+        assert function in targets
+
+
+# ---------------------------------------------------------------- mixed precision
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_slopes_of_mixed_precision(dtype):
+    """FSDP casts parameters, learned slopes among them, to the dtype of computing."""
+    q, k, v = (torch.randn(2, 9, heads, 8, dtype=dtype) for heads in (4, 2, 2))
+    offsets, lengths = torch.tensor([0, 9, 18], dtype=INT32), torch.tensor([9, 5], dtype=INT32)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+
+    def outs(slopes):
+        return (
+            onepass.attention(q, k, v, alibi_slopes=slopes),
+            onepass.attention_varlen(*packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets, alibi_slopes=slopes),
+            onepass.attention_decode(q, k, v, cache_seqlens=lengths, alibi_slopes=slopes.detach()),
+        )
+
+    slopes = torch.rand(4).to(dtype).requires_grad_()
+    same = slopes.detach().float().requires_grad_()
+    for out, expected in zip(outs(slopes), outs(same), strict=True):
+        assert torch.equal(out, expected)
+        if out.requires_grad:
+            pairs = (out, slopes), (expected, same)
+            (gradient,), (of_float32,) = (torch.autograd.grad(o.float().sum(), s) for o, s in pairs)
+            assert torch.equal(gradient, of_float32.to(dtype))
+    assert onepass.supports(q, k, v, alibi_slopes=slopes)
+    assert onepass.supports(q=q, k_cache=k, v_cache=v, cache_seqlens=lengths, alibi_slopes=slopes)

@@ -455,3 +455,15 @@ def test_importing_onepass_imports_no_compatibility_layer():
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"attn_mask": torch.zeros(7, 7)}], ids=["", "causal", "mask"]
+)
+def test_a_dropout_of_everything(options):
+    q, k, v = (torch.randn(2, 4, 7, 8, requires_grad=True) for _ in range(3))
+    for function in (torch.nn.functional.scaled_dot_product_attention, scaled_dot_product_attention):
+        out = function(q, k, v, dropout_p=1.0, **options)
+        assert out.shape == q.shape
+        assert torch.equal(out, torch.zeros_like(out))
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in torch.autograd.grad(out.sum(), (q, k, v)))

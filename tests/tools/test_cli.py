@@ -246,7 +246,9 @@ def test_missing_packages_are_named_in_one_line(missing):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == f"onepass: the command line needs {missing}: pip install '.[bench]' in a checkout of onepass\n"
+    assert (
+        done.stderr == f"onepass: the command line needs {missing}: pip install '.[bench]' in a checkout of onepass\n"
+    )
 
 
 def test_importing_onepass_imports_none_of_the_extras():

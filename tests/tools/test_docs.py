@@ -50,7 +50,9 @@ def test_nothing_says_to_install_a_package_that_is_not_published():
     """A stranger could take the name. Dated logs, and extras of this project in its own metadata, may have it."""
     folders = "onepass", "docs", "examples", "tests", "packaging"
     files = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
-    read = [path for path in files if path.suffix in (".py", ".md", ".ipynb", ".txt", ".yml") or path.name == "Makefile"]
+    read = [
+        path for path in files if path.suffix in (".py", ".md", ".ipynb", ".txt", ".yml") or path.name == "Makefile"
+    ]
     wanted = re.compile(r"install\s+(--?\S+\s+)*\\?['\"]?onepass\b")
     found = [path.name for path in read if "lab" not in path.parts and wanted.search(path.read_text(encoding="utf-8"))]
     assert len(read) > 500
