@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..processes import python_command
 from .cases import Case, make_inputs
 from .check import Oracle
 from .flops import output_bytes
@@ -37,12 +37,8 @@ _WARM_UP_SEQLEN = 1024
 def measure_in_subprocess(name: str, case: Case, device: str, check: bool = True) -> dict[str, Any]:
     """Run `_measure` in a new Python process. Returns: its result. Raises: RuntimeError with its last line of error."""
     request = json.dumps({"contender": name, "case": case.to_dict(), "device": device, "check": check})
-    # the child must import this very package, even from a checkout that is not installed
-    package_root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(p for p in (package_root, os.environ.get("PYTHONPATH")) if p)
-    command = [sys.executable, "-m", "onepass.bench.memory"]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment)
+    command = python_command("from onepass.bench.memory import main; main()")
+    done = subprocess.run(command, input=request, capture_output=True, text=True)
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise RuntimeError(said[-1])

@@ -1,5 +1,6 @@
 """The pool of compilers: each kernel compiles by itself, in processes that no caller has to wait for."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -7,6 +8,7 @@ import time
 
 import pytest
 
+from onepass import processes
 from onepass.kernels.compiler import compile, pool
 from onepass.kernels.compiler.pool import (
     Outcome,
@@ -137,6 +139,7 @@ def test_what_is_behind_the_caller_ends_with_it(tmp_path):
     script = f"""
 import sys, threading, time
 sys.path[:0] = {sys.path!r}
+from onepass import processes
 from onepass.kernels.compiler import compile, pool
 
 class Worker:
@@ -214,3 +217,28 @@ def test_a_process():
 
 def deadly(*words):
     return ("forward", Deadly(*words), "sm_90a", None)
+
+
+def test_workers_import_nothing_from_the_current_directory(tmp_path, monkeypatch):
+    marker = tmp_path / "marker"
+    for name in ("cutlass", "queue", "json", "sitecustomize", "onepass"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(marker)!r}, 'a').write({name!r})")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as `python -c` and interactive sessions have it
+    worker = WorkerProcess()
+    try:
+        assert worker.compile(("forward", ("key",), "sm_90a", None)).failure.startswith("TypeError")
+    finally:
+        worker.close()
+    assert not marker.exists(), marker.read_text()
+
+
+def test_processes_have_the_path_of_their_parent(tmp_path, monkeypatch):
+    """Also from a folder whose name has to be quoted, and where this package is found by no entry."""
+    odd = str(tmp_path / "of 'a\u00e9\udce9\n\"")
+    monkeypatch.setattr(sys, "path", ["", odd, *(folder for folder in sys.path if folder != processes._ROOT)])
+    command = processes.python_command("import json; print(json.dumps([sys.path, sys.argv[1:]]))", "a b", "-c")
+    path, arguments = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert path == [*sys.path[1:], processes._ROOT]
+    assert arguments == ["a b", "-c"]

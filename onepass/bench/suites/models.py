@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...integrations import torch_sdpa
+from ...processes import python_command
 from ..machine import describe
 from ..rows import Report
 from . import grid
@@ -269,8 +270,8 @@ def first(sizes: Sizes, options: argparse.Namespace, report: Report) -> None:
     for name in (TORCH, OURS):
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "ONEPASS_CACHE_DIR": os.path.join(folder, "kernels")}
-            command = [sys.executable, "-m", "onepass.bench.suites.models", "--first-step-of", name]
-            command += ["--small"] * options.small
+            arguments = ["--first-step-of", name, *["--small"] * options.small]
+            command = python_command("from onepass.bench.suites.models import main; main()", *arguments)
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode:
                 raise RuntimeError(f"{name}: {done.stderr[-2000:]}")

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...processes import python_command
 from ..rows import Report, Row
 
 MODEL = {
@@ -169,7 +170,8 @@ def serve_in_process(name: str, folder: Path, arguments: Sequence[str]) -> dict[
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; without it vLLM's CPU platform takes most memory
     environment["ONEPASS_BENCH_VLLM_BACKEND"] = "CUSTOM" if name == OURS else name
-    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, *arguments]
+    code = "import sys; from onepass.bench.suites.vllm import main; sys.exit(main())"
+    command = python_command(code, *arguments)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     if done.returncode:
         print(f"{name} failed: {done.stdout[-4000:]}", flush=True)

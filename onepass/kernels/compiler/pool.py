@@ -27,6 +27,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from ...namespace import PACKAGE
 from ...problem import AttentionProblem
 from ...problem.decode import DecodeProblem
+from ...processes import python_command
 from ..config import LaunchConfig
 from .compile import CompileRequest
 
@@ -382,11 +383,9 @@ class WorkerProcess:
 
 
 def _start(errors: IO[bytes]) -> subprocess.Popen:
-    """Start a Python process that imports from where this one does."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
+    command = python_command(f"from {__name__} import serve; serve()")
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    return subprocess.Popen(command, start_new_session=True, **pipes)
 
 
 def serve() -> None:
