@@ -5,6 +5,7 @@
 Importing onepass imports torch only and changes no global setting.
 """
 
+from . import startup as startup  # first: it looks after Ctrl-C while torch is imported
 from .api.attention import AttentionOutput, attention, attention_varlen
 from .api.calls import supports, warmup
 from .api.decode import attention_decode, split_workspace_bytes

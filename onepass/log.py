@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 
-VARIABLE = "ONEPASS_LOG"
+from . import variables
+
 logger = logging.getLogger("onepass")
 
-if os.environ.get(VARIABLE, "0") not in ("", "0"):
+if variables.LOG.read():
     _handler = logging.StreamHandler()
     _handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     logger.addHandler(_handler)

@@ -7,7 +7,9 @@ has "runs" instead, each with its header and rows.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import errno
 import json
 import math
 import os
@@ -115,6 +117,36 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def check_output(path: Path) -> Path:
+    """Make sure that a file can be written there, before the work whose results it shall hold; make its folder.
+
+    Returns: the path. Raises: OSError that says what was expected.
+    """
+    try:
+        if not path.name or path.name == ".." or path.is_dir():
+            raise OSError(f"expected a file to write, got {path}, which is a directory")
+        if path.exists() and not path.is_file():  # such as /dev/null, which a file would replace
+            raise OSError(f"expected a file to write, got {path}, which is a device or a pipe")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise OSError(f"expected a file that can be written, got {path}: {error.strerror.lower()}") from None
+    return path
+
+
+def output_file(text: str) -> Path:
+    """`check_output` as the type of an argument of a parser."""
+    try:
+        return check_output(Path(text))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def new_row(set_name: str, measure: str, case: Case, backend: str | None) -> Row:

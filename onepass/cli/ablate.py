@@ -26,7 +26,7 @@ from ..bench.ablation import (
 from ..bench.ablation import ablate as measure
 from ..bench.cases import DTYPES, Case, Direction
 from ..bench.rows import Options
-from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, require_matplotlib, resolve_device
+from .console import INTERRUPTED, TABLE_STYLE, fail, make_console, require_output, require_plot, resolve_device
 
 DIRECTIONS: dict[str, Direction] = {"forward": "fwd", "backward": "bwd"}
 
@@ -71,8 +71,6 @@ def ablate(
     heads = heads or max(1, PAPER_HEADS * PAPER_HEAD_DIM // head_dim)
     if heads % (heads_kv or heads):
         fail(f"--heads-kv: expected a divisor of {heads} heads, got {heads_kv}")
-    if plot_path is not None:
-        require_matplotlib("--plot")
     batch = batch or max(1, PAPER_BATCH * PAPER_SEQLEN // seqlen)
     shape = batch, seqlen, seqlen, heads, heads_kv or heads, head_dim, head_dim_v or head_dim
     case = Case(*shape, dtype, causal, direction=DIRECTIONS[direction])
@@ -80,6 +78,8 @@ def ablate(
     device = resolve_device(device)
     if reason := refusal(kernel, case, device):
         fail(f"the {arch} {direction} kernel cannot be measured here: {reason}")
+    require_output("--json", json_path)
+    require_plot("--plot", plot_path)
 
     report = _measure_with_progress(console, case, kernel, Options(device, (), rounds, time_budget), json_path)
     _print_report(console, report)

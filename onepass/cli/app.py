@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from .. import __version__
+from .. import __version__, variables
 from . import cache
 from .ablate import ablate
 from .bench import bench
+from .console import fail
 from .demo import demo
 from .info import info
 from .trace import trace
@@ -33,11 +34,18 @@ def _print_version(is_asked: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and end")
     ] = False,
 ) -> None:
     """Exact attention for PyTorch in one pass over memory."""
+    if context.invoked_subcommand != "info":  # which shows them
+        for variable in variables.ALL:
+            try:
+                variable.read()
+            except ValueError as error:
+                fail(str(error))
 
 
 def flowing(text: str) -> str:

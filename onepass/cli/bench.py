@@ -17,7 +17,7 @@ from ..bench.machine import counted
 from ..bench.peers import PEERS
 from ..bench.rows import Options
 from ..bench.run import Report, run
-from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, require_matplotlib, resolve_device
+from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, require_output, require_plot, resolve_device
 
 _CONTEXT_PARALLEL = "context-parallel"  # a suite of its own, whose processes torchrun starts
 _DEFAULT_SETS = {"cpu": ("cpu", "cpu-bf16", "window", "memory"), "cuda": ("paper",)}
@@ -53,9 +53,8 @@ def bench(
     if _CONTEXT_PARALLEL in (sets or ()):
         if sets != [_CONTEXT_PARALLEL] or peers not in (None, "none") or plot_path is not None or dtype is not None:
             fail(f"{_CONTEXT_PARALLEL}: expected no other set, --peers none or all of them, no --plot and no --dtype")
+        require_output("--json", json_path)
         raise typer.Exit(_bench_context_parallel(device, json_path, rounds, only, peers is None))
-    if plot_path is not None:
-        require_matplotlib("--plot")
     names = sets or list(_DEFAULT_SETS[device.partition(":")[0]])
     if device == "cpu":  # the caches of the other sets are too large for a CPU
         names = ["decode-cpu" if name in ("decode", "decode-rows") else name for name in names]
@@ -72,6 +71,8 @@ def bench(
     if device == "cpu" and "paper" in names and only is None:
         _confirm_on_cpu(next(case_set for case_set in case_sets if case_set.name == "paper"))
 
+    require_output("--json", json_path)
+    require_plot("--plot", plot_path)
     report = _run_with_progress(console, case_sets, options, json_path)
     _print_report(console, report, case_sets)
     if json_path is not None:

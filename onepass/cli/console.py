@@ -6,17 +6,22 @@ import importlib.util
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import typer
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
 from ..bench.machine import counted
+from ..bench.rows import check_output
+from ..startup import INTERRUPTED as INTERRUPTED
 
-INTERRUPTED = 130  # exit code that a shell reports for a program that Ctrl-C ended
 # Without vertical lines more columns fit into a terminal.
 TABLE_STYLE: dict[str, Any] = {
     "box": box.SIMPLE_HEAD,
@@ -26,10 +31,30 @@ TABLE_STYLE: dict[str, Any] = {
 }
 
 
+def printable(text: str) -> str:
+    """A text whose every character is shown: those on which a terminal would act become escapes, such as \\x1b."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class _Console(Console):
+    """Shows every text as it is. A table is at least as wide as its longest words: no number is cut."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        unbounded = self.options.update(max_width=10_000)
+        least = (Measurement.get(self, unbounded, table).minimum for table in objects if isinstance(table, Table))
+        width, self.width = self.width, max([self.width, *least])
+        super().print(*objects, **options)
+        self.width = width
+
+
 def make_console() -> Console:
     """A console on standard output; wide enough for the tables where there is no terminal (CI, a pipe)."""
     is_terminal = sys.stdout.isatty()
-    return Console(width=None if is_terminal or "COLUMNS" in os.environ else 140, soft_wrap=False, highlight=False)
+    width = None if is_terminal or "COLUMNS" in os.environ else 140
+    return _Console(width=width, soft_wrap=False, highlight=False, emoji=False)
 
 
 class Steps:
@@ -65,14 +90,35 @@ class Steps:
 
 def fail(message: str, code: int = 2) -> NoReturn:
     """Print one line on standard error and exit: 2 for a request that makes no sense, 1 for a result that is wrong."""
-    typer.echo(f"onepass: {message}", err=True)
+    typer.echo(f"onepass: {printable(message)}", err=True)
     raise typer.Exit(code)
 
 
-def require_matplotlib(option: str) -> None:
-    """Exit if matplotlib is missing: before the measurements, not after them."""
+def words_of(error: Exception) -> str:
+    """An error as words for a message: that of the system without its number and its quotes."""
+    if isinstance(error, OSError) and error.strerror:
+        return ": ".join(str(part) for part in (error.filename, error.strerror.lower()) if part is not None)
+    return str(error) or type(error).__name__
+
+
+def require_output(option: str, path: Path | None) -> None:
+    """Exit if no results file can be written there: before the measurements, not after them."""
+    if path is not None:
+        try:
+            check_output(path)
+        except OSError as error:
+            fail(f"{option}: {error}")
+
+
+def require_plot(option: str, path: Path | None) -> None:
+    """Exit if no picture can be drawn there: before the measurements, not after them."""
+    if path is None:
+        return
     if importlib.util.find_spec("matplotlib") is None:
         fail(f"{option} needs matplotlib: pip install '.[bench]' in a checkout of onepass", code=1)
+    if path.suffix.lower() != ".png":
+        fail(f"{option}: expected a name that ends in .png, got {path}")
+    require_output(option, path)
 
 
 def resolve_device(name: str) -> str:

@@ -21,7 +21,7 @@ import onepass
 
 from ..bench.rows import write_json
 from . import demo_layer, demo_search
-from .console import INTERRUPTED, TABLE_STYLE, Steps, make_console, resolve_device
+from .console import INTERRUPTED, TABLE_STYLE, Steps, make_console, require_output, resolve_device
 from .demo_layer import GIB, LayerReport, Row
 from .demo_search import SearchReport
 
@@ -45,6 +45,7 @@ def demo(
     where = torch.device(resolve_device(device))
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise typer.BadParameter(f"no such directory: {json_file.absolute().parent}", param_hint="--json")
+    require_output("--json", json_file)
     console = make_console()
     layer: LayerReport | None = None
     found: SearchReport | None = None

@@ -8,10 +8,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 import onepass
 
+from .. import variables
 from ..bench.machine import counted, cpu_model, package_versions
 from ..bench.peers import PEERS, find_peers
 from ..dispatch import backends, choice
@@ -23,7 +25,7 @@ def info(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto: all of them")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
 ) -> None:
-    """List devices, versions, backends and what they compute, and the peers that a benchmark would find."""
+    """List devices, versions, backends and what they compute, the peers of a benchmark, and environment variables."""
     found = gather(None if device == "auto" else resolve_device(device))
     if as_json:
         print(json.dumps(found, indent=1))
@@ -58,7 +60,17 @@ def gather(only: str | None = None) -> dict[str, Any]:
             feature: {device: answer(probe(device)) for device in devices} for feature, probe in probes.items()
         },
         "peers": _peers(devices),
+        "variables": {variable.name: _of_environment(variable) for variable in variables.ALL},
     }
+
+
+def _of_environment(variable: variables.Variable) -> dict[str, Any]:
+    about = {"text": variable.text, "what": variable.what, "problem": None}
+    try:
+        variable.read()
+    except ValueError as error:
+        about["problem"] = str(error)
+    return about
 
 
 def _describe(device: str) -> dict[str, Any]:
@@ -100,7 +112,7 @@ def show(found: dict[str, Any]) -> None:
         console.print(f"{device}: {words}.", style="yellow", markup=False)
     if found["chosen_backend"] is not None:
         chosen = found["chosen_backend"]
-        console.print(f"backend of calls that name none: {chosen}, as {choice.VARIABLE} says", markup=False)
+        console.print(f"backend of calls that name none: {chosen}, as {variables.BACKEND.name} says", markup=False)
 
     table = Table("backend", *devices, title="Backends, asked for bfloat16 attention without options", **TABLE_STYLE)
     for name, answers in found["backends"].items():
@@ -115,6 +127,12 @@ def show(found: dict[str, Any]) -> None:
     table = Table("peer", "what", "here", title="Peers for the bench", **TABLE_STYLE)
     for name, peer in found["peers"].items():
         table.add_row(name, peer["what"], peer["here"])
+    console.print(table)
+
+    table = Table("variable", "here", "what it is for", title="Environment variables", **TABLE_STYLE)
+    for name, about in found["variables"].items():
+        here = "not set" if about["text"] is None else escape(about["text"])
+        table.add_row(name, here if about["problem"] is None else f"[red]{escape(about['problem'])}[/]", about["what"])
     console.print(table)
 
 

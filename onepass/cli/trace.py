@@ -12,7 +12,7 @@ from ..bench.cases import DTYPES, Case
 from ..bench.machine import describe
 from ..errors import UnsupportedError
 from .ablate import DIRECTIONS
-from .console import TABLE_STYLE, fail, make_console, require_matplotlib, resolve_device
+from .console import TABLE_STYLE, fail, make_console, require_output, require_plot, resolve_device
 
 _HIDDEN_SIZE, _TOKENS = 2048, 16384  # of the FlashAttention-3 paper's grid
 
@@ -49,13 +49,13 @@ def trace(
     heads = heads or max(1, _HIDDEN_SIZE // head_dim)
     if heads % (heads_kv or heads):
         fail(f"--heads-kv: expected a divisor of {heads} heads, got {heads_kv}")
-    if plot_path is not None:
-        require_matplotlib("--plot")
     shape = batch or max(1, _TOKENS // seqlen), seqlen, seqlen, heads, heads_kv or heads, head_dim, head_dim
     case = Case(*shape, dtype, causal, direction=DIRECTIONS[direction])
     device = resolve_device(device)
     if not device.startswith("cuda"):
         fail("the kernels with time stamps run on a Hopper GPU (compute capability 9.0) alone; torch sees none here")
+    require_output("--json", json_path)
+    require_plot("--plot", plot_path)
 
     from ..bench.timeline.chrome import to_chrome, write
     from ..bench.timeline.record import record

@@ -20,7 +20,7 @@ from ..kernels.config import LaunchConfig
 from ..tuning import TuningResult, tasks_of
 from ..tuning.result import Progress as Listener
 from ..tuning.result import Task, changes, summary
-from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, resolve_device
+from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, require_output, resolve_device
 
 Shape = tuple[int, int, int, int]
 
@@ -112,6 +112,9 @@ def _tune(
         fail("--backward: expected a case whose gradients come from kernels; in this case they do not")
     if missing:
         tasks = _not_kept(tasks, table)
+
+    require_output("--table", table)
+    require_output("--json", json_path)
 
     found: list[TuningResult] = []
     report = Report(describe("cuda") if json_path is not None else {}, json_path)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..bench.cases import DTYPES
 from ..testing import Call, Comparison, table3
-from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, resolve_device
+from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, require_output, resolve_device
 
 
 class ErrorRow(NamedTuple):
@@ -44,6 +44,7 @@ def verify(
     device = resolve_device(device)
     length, outlier_seqlen, seeds = (96, min(seqlen, 512), 1) if quick else (320, seqlen, 3)
     options = _options(length)
+    require_output("--json", json_path)
 
     rows: list[ErrorRow] = []
     outliers: list[Any] = []

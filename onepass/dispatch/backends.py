@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import variables
 from ..errors import UnsupportedError
 from ..kernels.config import LaunchConfig
 from ..kernels.heuristics import chooser
@@ -76,7 +77,7 @@ def backends() -> tuple[str, ...]:
 def named_backend(requested: str | None) -> tuple[str | None, str]:
     """The backend that `choice.named` gives, and words for a message about where the choice came from."""
     name = choice.named(requested)
-    return name, "" if name is None or requested is not None else f" (by use_backend or {choice.VARIABLE})"
+    return name, "" if name is None or requested is not None else f" (by use_backend or {variables.BACKEND.name})"
 
 
 def first_that_runs(requested: str | None, device_type: str, refusal_of: Callable[[str], str | None]) -> Support:

@@ -11,15 +11,15 @@ the graph look for a block when they run, see `backend_argument`.
 
 from __future__ import annotations
 
-import os
 from contextvars import ContextVar
 from types import TracebackType
 
 import torch
 
-NAMES = ("sm90", "sm80", "cpu", "tiled")  # in the order in which they are asked
+from .. import variables
+
+NAMES = variables.BACKENDS
 WITHOUT_KERNELS = ("cpu", "tiled")
-VARIABLE = "ONEPASS_BACKEND"
 _NO_BLOCK = ""
 _TRACED = "traced:"  # the prefix of the name in an operator of a graph, if its call names no backend
 
@@ -32,14 +32,7 @@ def refusal(name: object) -> str | None:
     return f"expected one of {', '.join(sorted(NAMES))} or None, got {given}"
 
 
-def _environment_choice() -> str | None:
-    name = os.environ.get(VARIABLE) or None
-    if name is not None and (reason := refusal(name)) is not None:
-        raise ValueError(f"{VARIABLE}: {reason}")
-    return name
-
-
-_process_choice = _environment_choice()
+_process_choice = variables.BACKEND.read()
 _block_choice: ContextVar[str | None] = ContextVar("onepass.use_backend", default=_NO_BLOCK)
 
 

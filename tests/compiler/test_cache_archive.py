@@ -162,18 +162,3 @@ def test_entries_that_are_being_built_stay(cache):
     with disk_cache.exclusive(cache / f"{KEYS[0]}.lock"):
         assert [entry.key for entry in disk_cache.prune(cache, 0, keep=KEYS[1])] == [KEYS[2]]
     assert set(keys(cache)) == {KEYS[0], KEYS[1]}
-
-
-@pytest.mark.parametrize(
-    ("text", "limit"), [("", None), ("1000", 1000), ("3k", 3072), ("2G", 2**31), (" 5M ", 5 * 2**20)]
-)
-def test_size_limit(text, limit, monkeypatch):
-    monkeypatch.setenv("ONEPASS_CACHE_LIMIT", text)
-    assert disk_cache.size_limit() == limit
-
-
-@pytest.mark.parametrize("text", ["G", "-1", "1.5G", "much"])
-def test_size_limits_that_are_none(text, monkeypatch):
-    monkeypatch.setenv("ONEPASS_CACHE_LIMIT", text)
-    with pytest.raises(ValueError, match="ONEPASS_CACHE_LIMIT: expected a number of bytes"):
-        disk_cache.size_limit()

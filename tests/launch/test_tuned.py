@@ -38,7 +38,7 @@ KEY = tuned.key_of("fwd", "sm90", PROBLEM)
 def own(monkeypatch, tmp_path):
     """The path of the user's table in a temporary directory, with an empty shipped table and an imaginary GPU."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv(tuned.SWITCH, raising=False)
+    monkeypatch.delenv("ONEPASS_TUNED", raising=False)
     monkeypatch.setattr(compile, "environment", lambda: "these kernels")
     monkeypatch.setattr(tuned, "gpu_name", lambda device=None: GPU)
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped.json")

@@ -59,7 +59,7 @@ def samples_of_a_race(num_candidates, rounds):
 def own_cache(monkeypatch, tmp_path):
     """Give a test, as the body of a fixture, its own cache directory and tables, and a known version of the kernels."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv(tuned.SWITCH, raising=False)
+    monkeypatch.delenv("ONEPASS_TUNED", raising=False)
     monkeypatch.setattr(compile, "environment", lambda: "these kernels")
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped.json")
     (tmp_path / "shipped.json").write_text(tuned.dump({}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -63,6 +64,20 @@ def test_info_of_one_device():
     assert {"dropout", "bias", "ALiBi", "ranges", "positions", "left padding"} <= set(found["features"])
     assert all(answers["cpu"]["ok"] for answers in found["features"].values())
     assert invoke("info", "--device", "tpu").exit_code == 2
+
+
+def test_info_lists_environment_variables(monkeypatch):
+    monkeypatch.setenv("ONEPASS_TUNED", "off")
+    monkeypatch.setenv("ONEPASS_CACHE_LIMIT", "[much]\x1b[31m")
+    result = invoke("info", "--device", "cpu")
+    assert re.search(r"ONEPASS_TUNED +off", result.output), result.output
+    assert r"ONEPASS_CACHE_LIMIT: expected a number of bytes" in result.output
+    assert "[much]" in result.output
+    assert "\x1b" not in result.output
+    found = json.loads(invoke("info", "--device", "cpu", "--json").output)["variables"]
+    assert (found["ONEPASS_TUNED"]["text"], found["ONEPASS_TUNED"]["problem"]) == ("off", None)
+    assert found["ONEPASS_CACHE_LIMIT"]["problem"].startswith("ONEPASS_CACHE_LIMIT: expected")
+    assert found["ONEPASS_VLLM"]["text"] is None
 
 
 def test_info_as_json():

@@ -51,7 +51,7 @@ MODEL = {
 }
 SMALL = MODEL | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
-OURS, CHILD = "onepass", "ONEPASS_BENCH_VLLM"
+OURS = "onepass"
 CASES, SMALL_CASES = "1x1024,16x1024,128x1024,1x32768,16x32768", "1x40,3x40"
 SERVED = "served.json"
 LIKELY = 5  # tokens whose log-probabilities are kept
@@ -118,10 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: the exit status, 1 if a process of a backend failed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
-    if CHILD in os.environ:
-        folder = Path(os.environ[CHILD])
-        (folder / SERVED).write_text(json.dumps(serve(options, folder)))
-        return 0
     from ..machine import describe
 
     header = describe("cpu" if options.small else "cuda") | {"model": options.model, "new_tokens": options.new}
@@ -165,13 +161,12 @@ def make_model(options: argparse.Namespace, folder: Path) -> None:
 
 def serve_in_process(name: str, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """What `serve` returns in a process of its own with this backend; empty if the process fails."""
-    environment = {**os.environ, CHILD: str(folder), "ONEPASS_VLLM": str(int(name == OURS))}
+    environment = {**os.environ, "ONEPASS_VLLM": str(int(name == OURS))}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; without it vLLM's CPU platform takes most memory
-    environment["ONEPASS_BENCH_VLLM_BACKEND"] = "CUSTOM" if name == OURS else name
-    code = "import sys; from onepass.bench.suites.vllm import main; sys.exit(main())"
-    command = python_command(code, *arguments)
+    code = "import sys; from onepass.bench.suites.vllm import serve_here; serve_here(*sys.argv[1:])"
+    command = python_command(code, str(folder), "CUSTOM" if name == OURS else name, *arguments)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     if done.returncode:
         print(f"{name} failed: {done.stdout[-4000:]}", flush=True)
@@ -179,8 +174,13 @@ def serve_in_process(name: str, folder: Path, arguments: Sequence[str]) -> dict[
     return json.loads((folder / SERVED).read_text())
 
 
-def serve(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Serve all cases with the backend that the environment names.
+def serve_here(folder: str, backend: str, *arguments: str) -> None:
+    """Run the whole life of such a process."""
+    (Path(folder) / SERVED).write_text(json.dumps(serve(parse(arguments), Path(folder), backend)))
+
+
+def serve(options: argparse.Namespace, folder: Path, backend: str) -> dict[str, Any]:
+    """Serve all cases with a backend, which vLLM's CPU platform does not let one choose.
 
     Returns: "ready_s", the seconds until the engine is ready; "cases", by label, with the "seconds" of each timed run,
     and of each request the "tokens" and the log-probabilities of the "likely" tokens at each step.
@@ -194,7 +194,7 @@ def serve(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine |= {"enable_prefix_caching": False, "enforce_eager": options.eager}
     engine |= {"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype}
     if torch.cuda.is_available():
-        engine["attention_backend"] = os.environ["ONEPASS_BENCH_VLLM_BACKEND"]
+        engine["attention_backend"] = backend
     else:
         engine |= {"enforce_eager": True, "block_size": 32}
     start = time.perf_counter()

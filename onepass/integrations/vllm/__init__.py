@@ -10,23 +10,20 @@ backend.py  the classes that vLLM asks for
 
 from __future__ import annotations
 
-import os
+from ... import variables
 
-VARIABLE = "ONEPASS_VLLM"
 BACKEND = f"{__name__}.backend.OnepassBackend"
 
 
 def register() -> None:
     """Register the backend with vLLM as CUSTOM and, on a CPU with ONEPASS_VLLM=1, also in place of CPU_ATTN.
 
-    Raises: ValueError if ONEPASS_VLLM is neither 0 nor 1.
+    Raises: ValueError if ONEPASS_VLLM is not understood.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    chosen = os.environ.get(VARIABLE, "0")
-    if chosen not in ("0", "1"):
-        raise ValueError(f"{VARIABLE}: expected 0 or 1, got {chosen!r}")
+    replaces = variables.VLLM.read()
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    if current_platform.is_cpu() and chosen == "1":
+    if current_platform.is_cpu() and replaces:
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

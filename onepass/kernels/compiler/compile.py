@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ... import log
+from ... import log, variables
 from . import cpu, disk_cache, sources
 
 SYMBOL = "onepass_kernel"
@@ -89,7 +89,7 @@ def is_cached(name: str, key: tuple, arch: str) -> bool:
         return True
     try:
         disk_cache.verify(disk_cache.cache_directory() / f"{fingerprint}.o")
-    except disk_cache.BrokenEntry:
+    except (disk_cache.BrokenEntry, OSError):
         return False
     return True
 
@@ -117,8 +117,8 @@ def compile_now(arch: str, trace: Callable[[], tuple], options: str = OPTIONS) -
 
 
 def _get_from_disk(fingerprint: str, name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callable:
-    directory = disk_cache.cache_directory()
     try:
+        directory = disk_cache.cache_directory()
         disk_cache.make_usable(directory)
         kernel = _shared(directory / f"{fingerprint}.o", name, key, arch, trace)
     except OSError as error:  # another user's directory, no space left, no locks on this file system, ...
@@ -144,7 +144,7 @@ def _shared(entry: Path, name: str, key: tuple, arch: str, trace: Callable[[], t
 
 
 def _build(entry: Path, name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> None:
-    limit = disk_cache.size_limit()  # raises before seconds of work
+    limit = variables.CACHE_LIMIT.read()  # raises before seconds of work
     started = time.perf_counter()
     compiled = compile_now(arch, trace)
 

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from ... import variables
+
 try:
     import fcntl
 except ImportError:  # not a POSIX system
@@ -40,11 +42,20 @@ class BrokenEntry(Exception):
 
 
 def cache_directory() -> Path:
-    """$ONEPASS_CACHE_DIR, or onepass/ in the user's cache directory."""
-    explicit = os.environ.get("ONEPASS_CACHE_DIR")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onepass"
+    """$ONEPASS_CACHE_DIR, or onepass/ in the user's cache directory.
+
+    Raises: OSError if neither is set and nobody knows the home directory; ValueError if one is not understood.
+    """
+    explicit = variables.CACHE_DIR.read()
+    if explicit is not None:
+        return explicit
+    caches = variables.CACHE_HOME.read()
+    if caches is None:
+        try:
+            caches = Path.home() / ".cache"
+        except RuntimeError:  # HOME is not set, and this user has no entry in the system's list
+            raise OSError(f"this user has no home directory; {variables.CACHE_DIR.name} can name another one") from None
+    return caches / "onepass"
 
 
 def make_usable(directory: Path) -> None:
@@ -267,23 +278,6 @@ def clear(directory: Path) -> tuple[list[Entry], list[Entry]]:
 
 
 # ---------------------------------------------------------------- a limit
-
-LIMIT = "ONEPASS_CACHE_LIMIT"
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
-
-
-def size_limit() -> int | None:
-    """$ONEPASS_CACHE_LIMIT in bytes: a number, or one with K, M or G behind it; None if it is not set.
-
-    Raises: ValueError for anything else.
-    """
-    text = os.environ.get(LIMIT, "").strip()
-    if not text:
-        return None
-    number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1].upper() in _UNITS else (text, 1)
-    if not number.isdecimal():
-        raise ValueError(f"{LIMIT}: expected a number of bytes, or one with K, M or G behind it, got {text!r}")
-    return int(number) * unit
 
 
 def mark_used(entry: Path) -> None:

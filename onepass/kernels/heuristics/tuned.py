@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 
+from ... import variables
 from ...errors import UnsupportedError
 from ...problem import AttentionProblem
 from ..compiler import compile, disk_cache
@@ -32,7 +33,6 @@ from . import chooser
 
 Direction = Literal["fwd", "bwd"]
 
-SWITCH = "ONEPASS_TUNED"  # "0": the heuristics alone
 SHIPPED = Path(__file__).with_name("tuned_h200.json")
 FILE = "tuned.json"
 FORMAT = 1
@@ -135,7 +135,7 @@ def refined(
     Args: usual: the heuristics'. device: of the call; None = the current GPU.
     """
     gpu = gpu_name(device)
-    if gpu is None or os.environ.get(SWITCH) == "0":
+    if gpu is None or not variables.TUNED.read():
         return usual
     own, shipped = _own().get(gpu, {}), _shipped().get(gpu, {})
     if not own and not shipped:
