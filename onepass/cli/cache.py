@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
+import os
 import time
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .console import TABLE_STYLE, fail, make_console
+from ..bench.rows import check_output
+from .console import TABLE_STYLE, fail, make_console, printable, words_of
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -48,7 +51,7 @@ def cache(context: typer.Context) -> None:
             entry.key[:8],
             escape(str(about.get("arch", "-"))),
             f"{entry.size_bytes / 1024:.0f}",
-            f"{about['compile_s']:.1f}" if isinstance(about.get("compile_s"), float) else "-",
+            _seconds(about.get("compile_s")),
             _age(time.time() - entry.modified),
             state,
         )
@@ -78,14 +81,17 @@ def clear(
         return _say_empty(console, directory)
     total = sum(entry.size_bytes for entry in entries)
     if not yes:
-        typer.confirm(f"Remove all compiled kernels ({len(entries)}, {_mib(total)}) from {directory}?", abort=True)
+        question = f"Remove all compiled kernels ({len(entries)}, {_mib(total)}) from {directory}?"
+        typer.confirm(printable(question), abort=True)
     try:
         removed, kept = disk_cache.clear(directory)
     except OSError as error:
-        fail(str(error), code=1)
+        fail(words_of(error), code=1)
     console.print(f"entries removed: {len(removed)}, {_mib(sum(entry.size_bytes for entry in removed))}", markup=False)
-    for entry in kept:
-        console.print(f"kept {entry.key[:8]}: being built", markup=False)
+    for entry, reason in kept:
+        console.print(f"kept {entry.key[:8]}: {reason}", markup=False)
+    if any(reason != disk_cache.BEING_BUILT for _, reason in kept):
+        raise typer.Exit(1)
 
 
 @app.command("export")
@@ -98,13 +104,14 @@ def export_cache(file: Annotated[Path, typer.Argument(help="the archive to write
     """
     from ..kernels.compiler import cache_archive
 
-    disk_cache = _disk_cache()
     try:
-        entries = cache_archive.export_entries(disk_cache.cache_directory(), file)
+        check_output(file)
+        directory = _disk_cache().cache_directory()
+        entries = cache_archive.export_entries(directory, file)
     except OSError as error:
-        fail(str(error), code=1)
+        fail(words_of(error), code=1)
     if not entries:
-        fail(f"no compiled kernels in {disk_cache.cache_directory()}; nothing was written to {file}", code=1)
+        fail(f"no compiled kernels in {directory}; nothing was written to {file}", code=1)
     make_console().print(f"entries written to {file}: {len(entries)}, {_mib(file.stat().st_size)}", markup=False)
 
 
@@ -114,17 +121,19 @@ def import_cache(
 ) -> None:
     """Put the compiled kernels of an archive into the cache. They are machine code: import what you trust.
 
-    Exits with 1 if the archive cannot be read, or an entry in it is broken or needs features that this CPU lacks.
+    Exits with 1 if the archive cannot be read or has no kernels, or an entry in it is broken or needs features that
+    this CPU lacks.
     """
     from ..kernels.compiler import cache_archive
 
     disk_cache = _disk_cache()
+    if not file.is_file():
+        what = "which is no file" if file.exists() else "which does not exist"
+        fail(f"expected an archive of onepass cache export, got {file}, {what}", code=1)
     try:
         found = cache_archive.import_entries(disk_cache.cache_directory(), file)
-    except FileNotFoundError:
-        fail(f"expected an archive of onepass cache export, got {file}, which does not exist", code=1)
     except (OSError, ValueError) as error:
-        fail(str(error), code=1)
+        fail(words_of(error), code=1)
     console = make_console()
     console.print(f"entries added: {len(found.added)}, there before: {len(found.present)}", markup=False)
     for key, reason in found.broken.items():
@@ -142,22 +151,22 @@ def _disk_cache() -> ModuleType:
 
 
 def _entries(disk_cache: ModuleType) -> tuple[list, Path]:
-    directory = disk_cache.cache_directory()
     try:
+        directory = disk_cache.cache_directory()
         return disk_cache.entries(directory), directory
     except OSError as error:
-        fail(str(error), code=1)
+        fail(words_of(error), code=1)
 
 
 def _say_tuned(console: Console) -> None:
     """Print how many configurations are kept, if there are any."""
     from ..kernels.heuristics import tuned
 
-    path = tuned.own_path()
     try:
+        path = tuned.own_path()
         table = tuned.load(path)
     except (OSError, ValueError) as error:
-        return console.print(f"tuned configurations: not used: {error}", style="red", markup=False)
+        return console.print(f"tuned configurations: not used: {words_of(error)}", style="red", markup=False)
     for gpu, entries in table.items():
         gains = sum(entry.config != entry.instead_of for entry in entries.values())
         counts = f"{len(entries)}, {gains} of them in place of the heuristics' choice"
@@ -167,15 +176,15 @@ def _say_tuned(console: Console) -> None:
 def _clear_tuned(console: Console, yes: bool) -> None:
     from ..kernels.heuristics import tuned
 
-    path = tuned.own_path()
-    if not path.exists():
-        return console.print(f"no tuned configurations in {path}", markup=False)
-    if not yes:
-        typer.confirm(f"Remove all tuned configurations, {path}?", abort=True)
     try:
+        path = tuned.own_path()
+        if not os.path.lexists(path):
+            return console.print(f"no tuned configurations in {path}", markup=False)
+        if not yes:
+            typer.confirm(printable(f"Remove all tuned configurations, {path}?"), abort=True)
         tuned.clear()
     except OSError as error:
-        fail(str(error), code=1)
+        fail(words_of(error), code=1)
     console.print(f"removed {path}", markup=False)
 
 
@@ -195,6 +204,10 @@ def _environment() -> str | None:
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def _seconds(value: object) -> str:
+    return f"{value:.1f}" if isinstance(value, float) and math.isfinite(value) else "-"
 
 
 def _age(seconds: float) -> str:

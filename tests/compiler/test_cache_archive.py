@@ -1,9 +1,14 @@
 """The cache in one file, and its size limit."""
 
+import contextlib
+import gzip
 import io
 import json
+import lzma
 import os
+import random
 import tarfile
+import zlib
 
 import pytest
 from typer.testing import CliRunner
@@ -146,6 +151,202 @@ def test_commands(cache, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["cache", "import", str(file)])
     assert (result.exit_code, "entries added: 3, there before: 0" in result.output) == (0, True)
     assert CliRunner().invoke(app, ["cache", "import", str(tmp_path / "absent")]).exit_code == 1
+
+
+def gnu_sparse(name, size):
+    """The header of a file of this size without any data, of an extended form."""
+    member = tarfile.TarInfo(name)
+    member.pax_headers = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.name": name}
+    member.pax_headers |= {"GNU.sparse.size": str(size), "GNU.sparse.map": f"{size},0"}
+    return member
+
+
+def pax_bomb():
+    """A header of 20 TB before a file."""
+    member = tarfile.TarInfo("bomb")
+    member.type, member.size = tarfile.XHDTYPE, 20 * 10**12
+    return member.tobuf(tarfile.GNU_FORMAT) + b"1" * 512
+
+
+def hostile_archives(good):
+    """Contents of files that no export wrote, by name."""
+    whole = gzip.decompress(good)
+    foreign = io.BytesIO()
+    with tarfile.open(fileobj=foreign, mode="w:gz") as archive:
+        add(archive, "notes.txt", b"text")
+    deflate = zlib.compressobj(wbits=31)
+    large = io.BytesIO()  # its header is read before what is garbled
+    with tarfile.open(fileobj=large, mode="w") as archive:
+        add(archive, f"{KEYS[0]}.o", random.Random(0).randbytes(2**19))
+    garbled = deflate.compress(large.getvalue()[: 2**18]) + deflate.flush(zlib.Z_SYNC_FLUSH) + b"\xff" * 20
+    return {
+        "empty": b"",
+        "text": b"no archive",
+        "garbled deflate": garbled,
+        "garbled xz": lzma.compress(whole)[:100] + bytes(100),
+        "garbled numbers": gzip.compress(whole[:124] + b"zzzzzzzzzzz" + whole[135:]),
+        "cut": good[: len(good) // 2],
+        "foreign": foreign.getvalue(),
+        "no members": gzip.compress(bytes(10240)),
+        "pax bomb": gzip.compress(pax_bomb()),
+    }
+
+
+HOSTILE = (
+    "empty",
+    "text",
+    "garbled deflate",
+    "garbled xz",
+    "garbled numbers",
+    "cut",
+    "foreign",
+    "no members",
+    "pax bomb",
+)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_no_archive_is_refused_in_words(cache, tmp_path, monkeypatch, name):
+    file = tmp_path / "\x1b[31mkernels.tar.gz"
+    cache_archive.export_entries(cache, file)
+    file.write_bytes(hostile_archives(file.read_bytes())[name])
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "other"))
+    result = CliRunner().invoke(app, ["cache", "import", str(file)])
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "expected an archive of onepass cache export, got" in result.output
+    assert "\x1b" not in result.output
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("kind", ["o", "json"])
+def test_a_file_too_large_for_memory_is_not_read(cache, tmp_path, kind):
+    file = tmp_path / "kernels.tar.gz"
+    other = {"o": "json", "json": "o"}[kind]
+    with tarfile.open(file, "w:gz", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(gnu_sparse(f"{KEYS[0]}.{kind}", 20 * 10**12))
+        add(archive, f"{KEYS[0]}.{other}", (cache / f"{KEYS[0]}.{other}").read_bytes())
+        for last in ("o", "json"):
+            add(archive, f"{KEYS[1]}.{last}", (cache / f"{KEYS[1]}.{last}").read_bytes())
+    found = cache_archive.import_entries(tmp_path / "other", file)
+    assert found.broken == {KEYS[0]: f"the .{kind} is too large: {20 * 10**12} bytes"}
+    assert found.added == [KEYS[1]]
+
+
+ODD_JSON = [b"null", b"[]", b"5", b"[" * 200_000, b'{"a":' * 100_000, b"\xff", b"", b'{"name": null}', b'{"cpu": 5}']
+ODD_JSON += [
+    b'{"cpu": ["avx"]}',
+    b'{"summary": [1]}',
+    b'{"compile_s": {}}',
+    b'{"entry": 1e999}',
+    b"1" * 5000,
+    b" " * 2**21,
+]
+
+
+@pytest.mark.parametrize("content", ODD_JSON, ids=lambda content: repr(content[:20]))
+def test_a_json_may_hold_anything(cache, tmp_path, monkeypatch, content):
+    """In an archive, and in the cache, which is listed, used and cleared in spite of it."""
+    with contextlib.suppress(ValueError, RecursionError):  # with what belongs to the entry, what is odd has to do
+        about = json.loads(content)
+        if isinstance(about, dict):
+            content = json.dumps(json.loads((cache / f"{KEYS[0]}.json").read_text()) | about).encode()
+    file = tmp_path / "kernels.tar.gz"
+    with tarfile.open(file, "w:gz") as archive:
+        add(archive, f"{KEYS[0]}.json", content)
+        add(archive, f"{KEYS[0]}.o", (cache / f"{KEYS[0]}.o").read_bytes())
+    assert list(cache_archive.import_entries(tmp_path / "other", file).broken) == [KEYS[0]]
+    (cache / f"{KEYS[0]}.json").write_bytes(content)
+    with pytest.raises(disk_cache.BrokenEntry, match=r"\.json"):
+        disk_cache.verify(cache / f"{KEYS[0]}.o")
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(cache))
+    result = CliRunner().invoke(app, ["cache"])
+    assert (result.exit_code, "entries: 3" in result.output) == (0, True), result.output
+    assert CliRunner().invoke(app, ["cache", "clear", "--yes"]).exit_code == 0
+    assert list(cache.iterdir()) == []
+
+
+def make_fifo(path):
+    os.mkfifo(path)
+
+
+def make_link(path):
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("kind", ["o", "json", "lock"])
+@pytest.mark.parametrize("make", [make_fifo, make_link, os.mkdir])
+def test_a_cache_may_hold_anything(cache, monkeypatch, kind, make):
+    path = cache / f"{KEYS[0]}.{kind}"
+    path.unlink(missing_ok=True)
+    make(path)
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(cache))
+    result = CliRunner().invoke(app, ["cache"])
+    assert (result.exit_code, "entries: 3" in result.output) == (0, True), result.output
+    if kind != "lock":
+        with pytest.raises(disk_cache.BrokenEntry, match=kind):
+            disk_cache.verify(cache / f"{KEYS[0]}.o")
+    result = CliRunner().invoke(app, ["cache", "clear", "--yes"])
+    is_kept = make is os.mkdir
+    assert (result.exit_code, f"kept {KEYS[0][:8]}" in result.output) == (int(is_kept), is_kept), result.output
+    assert ("entries removed: 2" if is_kept else "entries removed: 3") in result.output
+    assert path.exists() == is_kept
+
+
+def test_a_file_of_the_cache_too_large_for_memory_is_not_read(cache):
+    for kind in ("o", "json"):
+        with open(cache / f"{KEYS[0]}.{kind}", "r+b") as file:
+            file.truncate(2**33)
+        with pytest.raises(disk_cache.BrokenEntry, match=f"the .{kind} is too large: {2**33} bytes"):
+            disk_cache.read_private(cache / f"{KEYS[0]}.{kind}")
+
+
+def test_escape_sequences_do_not_reach_the_terminal(cache, monkeypatch):
+    path = cache / f"{KEYS[0]}.json"
+    odd = "\x1b[2J\x9b31m\r[red]:key:\u202e"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"name": odd, "summary": odd, "arch": odd}))
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(cache))
+    monkeypatch.setenv("COLUMNS", "300")
+    output = CliRunner().invoke(app, ["cache"]).output
+    assert not {"\x1b", "\x9b", "\r", "\u202e"} & set(output)
+    assert output.count(r"\x1b[2J\x9b31m\r[red]:key:\u202e") == 3
+
+
+@pytest.mark.parametrize("name", [".", "", "..", "/", "folder", "/dev/null", "notes.txt/kernels.tar.gz"])
+def test_an_archive_is_a_file(cache, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(cache))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "notes.txt").write_text("text")
+    for command in ("export", "import"):
+        result = CliRunner().invoke(app, ["cache", command, name])
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.exception
+        assert "onepass: expected a" in result.output
+    assert os.path.exists("/dev/null")
+    assert not os.path.isfile("/dev/null")
+
+
+def test_nothing_is_written_where_there_is_nothing_to_export(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "none"))
+    file = tmp_path / "kernels.tar.gz"
+    file.write_text("of yesterday")
+    result = CliRunner().invoke(app, ["cache", "export", str(file)])
+    assert (result.exit_code, "nothing was written" in result.output) == (1, True)
+    assert file.read_text() == "of yesterday"
+
+
+def test_a_link_to_a_cache_is_refused_as_one(cache, tmp_path, monkeypatch):
+    link = tmp_path / "link"
+    link.symlink_to(cache)
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(link))
+    result = CliRunner().invoke(app, ["cache"])
+    assert result.exit_code == 1
+    assert "a symbolic link; name the directory that it leads to" in result.output
+    path = cache / f"{KEYS[0]}.o"
+    path.rename(cache / "elsewhere")
+    path.symlink_to(cache / "elsewhere")
+    with pytest.raises(disk_cache.BrokenEntry, match="it is a symbolic link"):
+        disk_cache.verify(path)
 
 
 def test_the_limit_removes_what_was_not_used_for_the_longest_time(cache):

@@ -8,19 +8,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import re
+import stat
 import tarfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import compile, cpu, disk_cache
 
-try:
-    from lzma import LZMAError
-except ImportError:  # this Python was built without it, and tarfile says so
-    LZMAError = EOFError  # type: ignore[assignment, misc]
-
+# What an archive may have: its names are read into memory all at once, its entries one at a time.
+_MOST_MEMBERS = 50_000
+_MOST_NAME_BYTES = 2**16
 _NAME = re.compile(r"(?P<key>[0-9a-f]{32})\.(?P<kind>o|json)")
 
 
@@ -33,7 +31,7 @@ class Imported(NamedTuple):
 
 
 def export_entries(directory: Path, file: Path) -> list[disk_cache.Entry]:
-    """Write all intact entries into an archive. Returns: these.
+    """Write all intact entries into an archive, if there are any. Returns: these.
 
     Args: file: a name that ends in .xz makes a tar archive compressed by xz, any other name one compressed by gzip.
         Kernels are much alike, and xz looks farther back: of 2990 kernels, 346 MB, it makes 52 MB, and gzip 97 MB.
@@ -41,21 +39,28 @@ def export_entries(directory: Path, file: Path) -> list[disk_cache.Entry]:
     Raises: OSError if the directory is another user's, or the archive cannot be written.
     """
     intact = [entry for entry in disk_cache.entries(directory) if not entry.problem]
+    written = []
     part = file.with_name(f"{file.name}.part")
     try:
         with _new_archive(part, file.suffix == ".xz") as archive:
             for entry in intact:
-                for kind in ("o", "json"):
-                    content = disk_cache.read_private(directory / f"{entry.key}.{kind}")
-                    about = tarfile.TarInfo(f"{entry.key}.{kind}")
+                names = [f"{entry.key}.{kind}" for kind in ("o", "json")]
+                try:
+                    contents = [disk_cache.read_private(directory / name) for name in names]
+                except disk_cache.BrokenEntry:  # it was removed meanwhile
+                    continue
+                for name, content in zip(names, contents, strict=True):
+                    about = tarfile.TarInfo(name)
                     about.size, about.mtime = len(content), int(entry.modified)
                     archive.addfile(about, io.BytesIO(content))
-        part.replace(file)
+                written.append(entry)
+        if written:
+            part.replace(file)
     except tarfile.CompressionError as error:
         raise OSError(f"{file}: {error}") from None  # this Python was built without xz
     finally:
         part.unlink(missing_ok=True)
-    return intact
+    return written
 
 
 def _new_archive(file: Path, is_xz: bool) -> tarfile.TarFile:
@@ -70,35 +75,81 @@ def import_entries(directory: Path, file: Path) -> Imported:
     archive that are not those of entries are left alone, and nothing is written outside of the directory. An entry that
     another CPU compiled gets the key that it has on this one, or is refused if this one has fewer features.
 
-    Raises: OSError if the archive cannot be read, or the cache cannot be used; ValueError if it is no archive.
+    Raises: OSError if the archive cannot be read, or the cache cannot be used; ValueError if it is no archive, or one
+        without entries.
     """
-    contents: dict[str, dict[str, bytes]] = {}
-    try:
-        with tarfile.open(file, "r:*") as archive:
-            for member in archive:
-                match = _NAME.fullmatch(member.name)
-                stream = archive.extractfile(member) if match and member.isfile() else None
-                if match and stream is not None:
-                    contents.setdefault(match["key"], {})[match["kind"]] = stream.read()
-    except (tarfile.TarError, LZMAError, EOFError) as error:
-        raise ValueError(f"{file}: expected an archive of onepass cache export, got {error}") from None
-    disk_cache.make_usable(directory)
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"{file}: expected an archive of onepass cache export, got no file")
     found = Imported([], [], {})
-    for key, files in contents.items():
+    with contextlib.ExitStack() as stack:
         try:
-            about = _about(key, files)
-            key = _key_here(key, about)
-            entry = directory / f"{key}.o"
-            with disk_cache.exclusive(entry.with_suffix(".lock")):
-                with contextlib.suppress(disk_cache.BrokenEntry):
-                    disk_cache.verify(entry)
-                    found.present.append(key)
-                    continue
-                _put(entry, files["o"], about)
-                found.added.append(key)
-        except disk_cache.BrokenEntry as error:
-            found.broken[key] = str(error)
+            archive = stack.enter_context(tarfile.open(file, "r:*", tarinfo=_Member))
+            members = _members(archive)
+        except Exception as error:  # whatever its reader stumbles over: an archive may hold anything
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"{file}: expected an archive of onepass cache export, got {reason}") from None
+        if not members:
+            raise ValueError(f"{file}: expected an archive of onepass cache export, got one without compiled kernels")
+        disk_cache.make_usable(directory)
+        for key, kinds in members.items():
+            try:
+                files = {kind: _content(archive, member) for kind, member in kinds.items()}
+                _add(directory, key, files, found)
+            except disk_cache.BrokenEntry as error:
+                found.broken[key] = str(error)
     return found
+
+
+class _Member(tarfile.TarInfo):
+    """A file of an archive, whose name is not read if it is a trap."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        member = super().frombuf(buf, encoding, errors)
+        is_plain = member.type in (*tarfile.REGULAR_TYPES, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
+        if not is_plain and member.size > _MOST_NAME_BYTES:
+            raise tarfile.ReadError(f"a header of {member.size} bytes")
+        return member
+
+
+def _members(archive: tarfile.TarFile) -> dict[str, dict[str, tarfile.TarInfo]]:
+    """The files of entries, by key and kind. The whole archive is read, so that a part of one adds nothing."""
+    found: dict[str, dict[str, tarfile.TarInfo]] = {}
+    for count, member in enumerate(archive):
+        if count == _MOST_MEMBERS:
+            raise ValueError(f"more than {_MOST_MEMBERS} files")
+        match = _NAME.fullmatch(member.name)
+        if match and member.isfile():
+            found.setdefault(match["key"], {})[match["kind"]] = member
+    return found
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    suffix = Path(member.name).suffix
+    if member.size > disk_cache.MOST_BYTES[suffix]:
+        raise disk_cache.BrokenEntry(f"the {suffix} is too large: {member.size} bytes")
+    try:
+        stream = archive.extractfile(member)
+        content = stream.read() if stream is not None else b""
+    except Exception as error:  # as above
+        raise disk_cache.BrokenEntry(f"the {suffix} cannot be read: {str(error) or type(error).__name__}") from None
+    if len(content) != member.size:
+        raise disk_cache.BrokenEntry(f"the {suffix} ends early")
+    return content
+
+
+def _add(directory: Path, key: str, files: dict[str, bytes], found: Imported) -> None:
+    """Add an entry to the cache, unless it is there. Raises: BrokenEntry with the reason why it cannot be added."""
+    about = _about(key, files)
+    key = _key_here(key, about)
+    entry = directory / f"{key}.o"
+    with disk_cache.exclusive(entry.with_suffix(".lock")):
+        with contextlib.suppress(disk_cache.BrokenEntry):
+            disk_cache.verify(entry)
+            found.present.append(key)
+            return
+        _put(entry, files["o"], about)
+        found.added.append(key)
 
 
 def _put(entry: Path, content: bytes, about: dict[str, Any]) -> None:
@@ -119,11 +170,10 @@ def _about(key: str, files: dict[str, bytes]) -> dict[str, Any]:
     """What an archive says of an entry, without what `disk_cache.write` adds. Raises: BrokenEntry with the reason."""
     if set(files) != {"o", "json"}:
         raise disk_cache.BrokenEntry(f"the archive has only its {', '.join(files)}")
-    try:
-        about = json.loads(files["json"])
-    except ValueError:
-        about = None
-    if not isinstance(about, dict) or about.get("entry") != key:
+    about: dict[str, Any] = {}
+    with contextlib.suppress(disk_cache.BrokenEntry):
+        about = disk_cache.parse_about(files["json"])
+    if about.get("entry") != key:
         raise disk_cache.BrokenEntry("its .json cannot be read, or is another entry's")
     if about.get("sha256") != hashlib.sha256(files["o"]).hexdigest():
         raise disk_cache.BrokenEntry("the .o is not what the .json says")

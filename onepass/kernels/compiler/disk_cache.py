@@ -32,6 +32,10 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
+# A kernel takes 0.1 to 0.5 MB, and its .json a few kB: what is larger is no entry, and is not read into memory.
+MOST_BYTES = {".o": 2**26, ".json": 2**20}
+BEING_BUILT = "being built"
+
 _lock_files: set[IO[str]] = set()  # that are open, and may be locked
 
 _FILE = re.compile(r"(?P<key>[0-9a-f]{32})\.(?P<kind>o|json|lock|\d+\.part\.(?:o|json))")
@@ -81,7 +85,8 @@ def check_owner(directory: Path) -> os.stat_result:
     """Raises: OSError if it is not a directory of this user; a link to one is not."""
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(f"{directory} is not a directory of this user")
+        link = ", but a symbolic link; name the directory that it leads to" if stat.S_ISLNK(status.st_mode) else ""
+        raise PermissionError(f"{directory} is not a directory of this user{link}")
     return status
 
 
@@ -92,12 +97,21 @@ def exclusive(lock: Path, wait: bool = True) -> Iterator[None]:
     Raises: BlockingIOError if another process holds it and `wait` is False.
     """
     while True:
-        with open(lock, "a") as file, _closed_after_fork(file):
+        with open(lock, "a", opener=_open_lock) as file, _closed_after_fork(file):
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             # who clears the cache removes the file that was waited for: the lock is the file now under that name
             if _is_at(file.fileno(), lock):
                 yield
                 return
+
+
+def _open_lock(path: str, flags: int) -> int:
+    """Open a lock file, in place of a link or a pipe of that name, which nobody holds as a lock."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            os.unlink(path)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 @contextlib.contextmanager
@@ -161,27 +175,45 @@ def verify(entry: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    return parse_about(read_private(path))
+
+
+def parse_about(content: bytes) -> dict[str, Any]:
+    """What a .json says. Raises: BrokenEntry if it is not one that `write` has written."""
     try:
-        about = json.loads(read_private(path))
-    except ValueError:
+        about = json.loads(content)
+    except (ValueError, RecursionError):
         about = None
-    if not isinstance(about, dict):
+    if not isinstance(about, dict) or not all(isinstance(value, (str, int, float)) for value in about.values()):
         raise BrokenEntry("its .json cannot be read")
+    for name in ("name", "summary", "key", "arch", "environment", "cpu", "entry", "sha256"):
+        if not isinstance(about.get(name, ""), str):
+            raise BrokenEntry(f"its .json cannot be read: expected text as {name}, got {about[name]!r:.40}")
     return about
 
 
-def read_private(path: Path) -> bytes:
-    """The content of a file that this user alone may have written. Raises: BrokenEntry with the reason."""
+def read_private(path: Path, most_bytes: int | None = None) -> bytes:
+    """The content of a file that this user alone may have written.
+
+    Args: most_bytes: that it may have; None means those of an entry's file.
+    Raises: BrokenEntry with the reason.
+    """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        # a pipe is not waited for
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise BrokenEntry(f"the {path.suffix} is not a file")
             if status.st_uid != os.getuid() or status.st_mode & 0o022:
                 raise BrokenEntry(f"others may have written the {path.suffix}")
+            if status.st_size > (most_bytes or MOST_BYTES[path.suffix]):
+                raise BrokenEntry(f"the {path.suffix} is too large: {status.st_size} bytes")
             return file.read()
     except FileNotFoundError:
         raise BrokenEntry(f"no {path.suffix}") from None
     except OSError as error:
-        raise BrokenEntry(f"the {path.suffix} cannot be read: {error.strerror}") from None
+        reason = "it is a symbolic link" if path.is_symlink() else str(error.strerror).lower()
+        raise BrokenEntry(f"the {path.suffix} cannot be read: {reason}") from None
 
 
 # ---------------------------------------------------------------- looking and clearing
@@ -241,7 +273,9 @@ def _problem(path: Path, files: list[Path]) -> str:
             with exclusive(lock, wait=False):
                 pass
     except BlockingIOError:
-        return "being built"
+        return BEING_BUILT
+    except OSError:
+        return "its .lock is not a file that can be locked"
     kinds = {file.name.removeprefix(f"{path.stem}.") for file in files}
     if not kinds & {"o", "json"}:
         return "unfinished build"
@@ -259,10 +293,10 @@ def _remove(entry: Entry, lock: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def clear(directory: Path) -> tuple[list[Entry], list[Entry]]:
-    """Remove what `entries` lists: (removed, kept because they are being built). Other files are left alone.
+def clear(directory: Path) -> tuple[list[Entry], list[tuple[Entry, str]]]:
+    """Remove what `entries` lists: (removed, kept because they are being built or cannot be removed, with the reason).
 
-    Raises: OSError if the directory is another user's, or a file cannot be removed.
+    Other files are left alone. Raises: OSError if the directory is another user's.
     """
     removed, kept = [], []
     for entry in entries(directory):
@@ -271,7 +305,9 @@ def clear(directory: Path) -> tuple[list[Entry], list[Entry]]:
             with exclusive(lock, wait=False):
                 _remove(entry, lock)
         except BlockingIOError:
-            kept.append(entry)
+            kept.append((entry, BEING_BUILT))
+        except OSError as error:
+            kept.append((entry, str(error)))
         else:
             removed.append(entry)
     return removed, kept
@@ -300,7 +336,7 @@ def prune(directory: Path, limit: int, keep: str) -> list[Entry]:
         if entry.key == keep:
             continue
         lock = directory / f"{entry.key}.lock"
-        with contextlib.suppress(BlockingIOError), exclusive(lock, wait=False):
+        with contextlib.suppress(OSError), exclusive(lock, wait=False):
             _remove(entry, lock)
             total -= entry.size_bytes
             removed.append(entry)

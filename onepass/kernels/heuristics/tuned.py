@@ -36,6 +36,7 @@ Direction = Literal["fwd", "bwd"]
 SHIPPED = Path(__file__).with_name("tuned_h200.json")
 FILE = "tuned.json"
 FORMAT = 1
+MOST_BYTES = 2**26  # of a table; the entry of one problem takes about 600
 # Rows (batch * heads * seqlen_q) from which on a GPU is full whatever the problem: 8 waves of 128 rows on 132 SMs.
 MANY_ROWS = 2**17
 
@@ -155,7 +156,7 @@ def _parsed(text: str, usual: Config) -> Config | None:
     """The configuration of the usual one's type whose text this is; None if it is none."""
     try:
         return type(usual).from_text(text)
-    except (TypeError, ValueError, SyntaxError):
+    except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
         return None
 
 
@@ -220,7 +221,7 @@ def load(path: Path) -> Table:
         return {}
     try:
         disk_cache.check_owner(path.parent)
-        return parse(disk_cache.read_private(path))
+        return parse(disk_cache.read_private(path, MOST_BYTES))
     except disk_cache.BrokenEntry as error:
         raise PermissionError(f"{path}: {error}") from None
     except ValueError as error:
@@ -229,7 +230,10 @@ def load(path: Path) -> Table:
 
 def parse(content: bytes) -> Table:
     """Raises: ValueError for what `dump` did not write."""
-    data = json.loads(content)
+    try:
+        data = json.loads(content)
+    except RecursionError:
+        data = None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f"expected tuned configurations in format {FORMAT}")
     try:
