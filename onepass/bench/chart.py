@@ -358,6 +358,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of results files")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the pictures")
     args = parser.parse_args()
+    for folder in (args.results, args.out):
+        if not folder.is_dir():
+            parser.error(f"expected a folder, got {folder}")
     for path in draw(args.results, args.out):
         print(f"wrote {path}")
 

@@ -149,6 +149,15 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def input_file(text: str) -> Path:
+    """The path of a file to read, as the type of an argument of a parser."""
+    path = Path(text)
+    if not path.is_file():
+        what = "which is no file" if path.exists() else "which does not exist"
+        raise argparse.ArgumentTypeError(f"expected a file to read, got {text}, {what}")
+    return path
+
+
 def new_row(set_name: str, measure: str, case: Case, backend: str | None) -> Row:
     """The row of a case before anything is measured."""
     return {

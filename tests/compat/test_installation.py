@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from onepass.compat import __main__ as compat_main
+
 
 def run(code, *arguments, **options):
     command = [sys.executable, *(arguments or ("-c", textwrap.dedent(code)))]
@@ -298,11 +300,36 @@ def test_run_a_module(tmp_path):
     assert done.stdout.split() == ["__main__", "['-x']", "onepass.compat.flash_attn.functions"]
 
 
-@pytest.mark.sampled(quick=1, slow=1)
+@pytest.mark.parametrize("name", ["nomod", "nopkg.nomod", "folder", "program.nomod", "...", "__main__"])
+def test_run_says_which_module_is_missing(tmp_path, monkeypatch, name):
+    (tmp_path / "program.py").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(compat_main, "install", lambda replace: None)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
+    with pytest.raises(SystemExit, match=f"^onepass.compat: expected a module that can be run, got {name!r}, "):
+        compat_main.main(["run", "-m", name])
+
+
+def test_run_leaves_errors_of_a_module_alone(tmp_path, monkeypatch):
+    (tmp_path / "needs_another").mkdir()
+    (tmp_path / "needs_another" / "__init__.py").write_text("import nomod")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="nomod"):
+        compat_main._refusal("needs_another.part")
+
+
+def test_run_helps(capsys):
+    for arguments in (["--help"], ["-h"], ["run", "--help"]):
+        compat_main.main(arguments)
+        assert "usage: python -m onepass.compat run" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments", [(), ("run",), ("run", "-m"), ("walk", "x.py"), ("run", "--unknown", "x.py"), ("run", "none.py")]
 )
 def test_run_refuses_bad_arguments(arguments):
-    done = run("", "-m", "onepass.compat", *arguments)
-    assert done.returncode == 1
-    assert "usage: python -m onepass.compat run" in done.stderr or "expected a script" in done.stderr
+    with pytest.raises(SystemExit, match=r"^(usage: python -m onepass.compat run|onepass.compat: expected a script)"):
+        compat_main.main(list(arguments))

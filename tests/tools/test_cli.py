@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -14,14 +16,16 @@ import torch
 
 pytest.importorskip("typer")
 
+from rich.table import Table
 from typer.testing import CliRunner
 
 import onepass
-from onepass import tiled
+from onepass import cli, startup, tiled
 from onepass.bench import ablation, rows, run
 from onepass.bench.cases import Case
 from onepass.cli import ablate as cli_ablate
 from onepass.cli.app import app
+from onepass.cli.console import make_console
 from onepass.kernels.compiler import disk_cache
 from onepass.kernels.config import ForwardConfigSm90
 from onepass.testing import table3
@@ -459,3 +463,126 @@ def test_another_users_cache_is_left_alone(cached, monkeypatch, arguments):
     assert result.exit_code == 1
     assert "not a directory of this user" in result.output
     assert len(list(cached.iterdir())) == 4
+
+
+# ---------------------------------------------------------------- what a shell may do to the command
+
+
+WORK = {
+    ("verify", "--quick"): "onepass.cli.verify._error_row",
+    ("bench", "smoke", "--device", "cpu"): "onepass.cli.bench.run",
+    ("bench", "context-parallel", "--device", "cpu"): "onepass.bench.suites.context_parallel.main",
+    ("demo", "--quick", "--seqlen", "64"): "onepass.cli.demo_layer.prepare",
+    ("ablate", "--device", "cpu"): "onepass.cli.ablate.measure",
+}
+
+
+@pytest.mark.parametrize("command", WORK, ids=" ".join)
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_output_paths_are_tried_before_the_work(ablated, tmp_path, monkeypatch, command, option):
+    def work(*arguments, **options):
+        raise AssertionError("it has begun to work")
+
+    if option == "--plot" and (command[0] in ("verify", "demo") or "context-parallel" in command):
+        return  # they draw nothing
+    ablated()
+    monkeypatch.setattr(WORK[command], work)
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").write_text("")
+    for path in (
+        tmp_path / "folder.png",
+        "/proc/q.png",
+        "/dev/null",
+        tmp_path / "file" / "q.png",
+        tmp_path / ("q" * 300),
+    ):
+        result = invoke(*command, option, str(path))
+        assert result.exit_code == 2, (path, result.output, result.exception)
+        assert option in result.output
+    if option == "--plot":
+        assert "expected a name that ends in .png, got q.jpg" in invoke(*command, option, "q.jpg").output
+    result = invoke(*command, option, str(tmp_path / "good.png"))
+    assert "it has begun to work" in repr(result.exception)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png"]
+
+
+def run_main(monkeypatch, *arguments):
+    """The exit status of the console script."""
+    monkeypatch.setattr(sys, "argv", ["onepass", *arguments])
+    with pytest.raises(SystemExit) as ending:
+        cli.main()
+    return ending.value.code
+
+
+def test_closed_streams(cached, monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert run_main(monkeypatch, "cache") == 0
+    assert run_main(monkeypatch, "cache", "clear") == 1  # nobody says yes
+    assert len(list(cached.iterdir())) == 4
+
+
+def test_a_full_disk(cached, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115
+    assert run_main(monkeypatch, "cache") == 1
+    assert capsys.readouterr().err == "onepass: no space left on device\n"
+
+
+def test_what_the_output_cannot_encode(cached, monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    path = cached / f"{'ab' * 16}.json"
+    path.write_text(path.read_text().replace("head_dim=64", "\u00b5s of \\udce9"))
+    assert run_main(monkeypatch, "cache") == 0
+    output.flush()
+    assert rb"\xb5s of \udce9" in output.buffer.getvalue()
+
+
+def test_a_narrow_terminal_cuts_no_number(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    console = make_console()
+    table = Table("tensor", "max error", "budget")
+    table.add_row("out", "1.33e-15", "6.80e-15")
+    with console.capture() as captured:
+        console.print(table)
+        console.print("words " * 20)
+    assert "1.33e-15" in captured.get()
+    assert "6.80e-15" in captured.get()
+    assert max(map(len, captured.get().splitlines()[-3:])) <= 30
+
+
+@pytest.mark.parametrize("argv", [["/usr/bin/onepass"], ["-m", "onepass"], ["-m", "onepass.cli"], ["onepass.exe"]])
+def test_ctrl_c_while_modules_load_ends_the_command_with_130(argv, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", argv[:1])
+    monkeypatch.setattr(sys, "orig_argv", ["python", *argv, "info"])
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        startup._begin()
+        signal.raise_signal(signal.SIGINT)
+        assert ended == [130]
+        startup.end()
+        assert signal.getsignal(signal.SIGINT) is handler
+        monkeypatch.setenv("ONEPASS_BACKEND", "sm70")
+        with pytest.raises(SystemExit, match="2"):
+            startup._begin()
+        assert capsys.readouterr().err.startswith("onepass: ONEPASS_BACKEND: expected one of")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize("argv", [["train.py"], ["-m", "onepass.compat"], ["-c"], [""], []])
+def test_other_programs_keep_their_ctrl_c(argv, monkeypatch):
+    monkeypatch.setattr(sys, "argv", argv[:1])
+    monkeypatch.setattr(sys, "orig_argv", ["python", *argv])
+    handler = signal.getsignal(signal.SIGINT)
+    startup._begin()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_variable_that_is_not_understood_is_refused_at_once(cached, monkeypatch):
+    monkeypatch.setenv("ONEPASS_TUNED", "2")
+    result = invoke("cache", "clear", "--yes")
+    assert (result.exit_code, len(list(cached.iterdir()))) == (2, 4)
+    assert result.output.startswith("onepass: ONEPASS_TUNED: expected 1, true, yes or on, or 0")

@@ -1,13 +1,14 @@
 """Timelines of the Hopper kernels without a GPU: stamps as they would lie in memory, traces, pictures, compilation."""
 
 import json
+import sys
 
 import numpy
 import pytest
 from typer.testing import CliRunner
 
 from onepass.bench.cases import Case
-from onepass.bench.timeline import picture
+from onepass.bench.timeline import chrome, picture, summary
 from onepass.bench.timeline.acts import (
     ACTS,
     GLOBAL_TIME,
@@ -152,6 +153,40 @@ def test_a_picture_of_each_configuration(tmp_path):
     assert imread(draw).shape[0] > imread(tmp_path / "one.png").shape[0]
     with pytest.raises(ValueError, match="expected at least 8 batches of GEMMs, got 3"):
         picture.draw([timeline(steps=3)], "short", draw)
+
+
+def odd_traces(tmp_path):
+    """Paths of files that are no trace, and of a trace whose consumers have too few steps."""
+    trace = to_chrome([timeline(steps=1)], {"case": "c", "device_name": "d"})
+    contents = {"text": "text", "null": "null", "list": "[]", "empty": "{}", "nested": "[" * 200_000, "bytes": "\udcff"}
+    contents |= {"results": json.dumps({"traceEvents": [], "otherData": {"timelines": []}})}
+    contents |= {
+        "short": json.dumps(trace),
+        "nameless": json.dumps(trace | {"otherData": trace["otherData"] | {"case": 1}}),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content, errors="surrogateescape")
+    (tmp_path / "rates").write_text(json.dumps(trace).replace('"ns_per_cycle": [', '"ns_per_cycle": [], "old": ['))
+    return [tmp_path, tmp_path / "missing", *(tmp_path / name for name in (*contents, "rates"))]
+
+
+@pytest.mark.parametrize("program", [chrome, picture, summary])
+def test_programs_refuse_what_is_no_trace(program, tmp_path, monkeypatch, capsys):
+    output = {chrome: [tmp_path / "cut.json", "--cycles", "9"], picture: [tmp_path / "p.png"], summary: []}[program]
+    for path in odd_traces(tmp_path):
+        if program is chrome and path.name == "short":
+            continue  # it can be cut
+        monkeypatch.setattr(sys, "argv", ["program", str(path), *map(str, output)])
+        with pytest.raises(SystemExit, match="2"):
+            program.main()
+        assert "error: " in capsys.readouterr().err
+    if output:
+        (tmp_path / "good").write_text(json.dumps(to_chrome([timeline()], {"case": "c", "device_name": "d"})))
+        for bad in (tmp_path, tmp_path / "text" / "file", "/dev/null"):
+            monkeypatch.setattr(sys, "argv", ["program", str(tmp_path / "good"), str(bad), *map(str, output[1:])])
+            with pytest.raises(SystemExit, match="2"):
+                program.main()
+            assert "expected a file" in capsys.readouterr().err
 
 
 def test_what_has_no_time_stamps_says_why():

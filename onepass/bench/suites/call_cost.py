@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,7 @@ from ...problem import AttentionInputs
 from ...problem.outputs import empty_outputs
 from ...validation import attention as validation
 from ..machine import describe
-from ..rows import Report
+from ..rows import Report, output_file
 from ..timing import host_us
 
 NUM_CALLS, NUM_SAMPLES = 500, 21
@@ -86,7 +85,7 @@ def components() -> dict[str, Callable[[], object]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="results file; default: none")
+    parser.add_argument("--out", type=output_file, help="results file; default: none")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     report = Report(describe(device) | {"suite": "call_cost", "has_kernels": device == "cuda"}, args.out)

@@ -46,7 +46,7 @@ from ...problem import Mask
 from .. import activity
 from ..flops import flops_of_pairs
 from ..machine import describe
-from ..rows import Report, Row, reason_of
+from ..rows import Report, Row, output_file, reason_of
 from ..timing import Samples, cpu_sampler, measure_interleaved
 from .context_parallel_contenders import Contender, LocalWork, Work, one_device, onepass_contenders, peers
 
@@ -447,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--activity", action="store_true", help="on GPUs: record what the first GPU does in a call")
     parser.add_argument("--graphs", action="store_true", help="on GPUs: time CUDA graphs of onepass's calls, too")
     parser.add_argument("--smoke", action="store_true", help="a few small cases")
-    parser.add_argument("--out", type=Path, default=None, help="results file, JSON, written row by row")
+    parser.add_argument("--out", type=output_file, default=None, help="results file, JSON, written row by row")
     args = parser.parse_args(argv)
     ranks = Ranks.join(args.device)
     if args.graphs and ranks.device.type != "cuda":

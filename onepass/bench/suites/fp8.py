@@ -51,7 +51,7 @@ from ...problem import AttentionProblem, Mask, Quantization, QuantizedInputs
 from ...quantization import codec, dequantize, layout
 from ...testing import fp8_budget, table3
 from ..machine import describe, under_load
-from ..rows import Report, finite
+from ..rows import Report, finite, input_file
 from . import grid
 from .ahead import compile_ahead
 from .forward_sm90 import configuration
@@ -371,7 +371,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     grid.add_arguments(parser, peers="fa3,fa3 columns,fa3 whole,rows,whole,bf16", out="fp8.json")
     parser.add_argument("--no-sums", action="store_true", help="do not measure sums of many keys")
-    parser.add_argument("--summarize", type=Path, nargs="+", help="results files of earlier runs: measure nothing")
+    help_text = "results files of earlier runs: measure nothing"
+    parser.add_argument("--summarize", type=input_file, nargs="+", help=help_text)
     parser.add_argument("--variants", help="also check and time these: 'try', or configurations separated by ;")
     args = parser.parse_args(argv)
     if args.summarize:

@@ -13,12 +13,11 @@ import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..cases import Case, Direction
 from ..flops import flops
-from ..rows import Report, finite
+from ..rows import Report, finite, output_file
 from ..timing import Call, do_bench_sampler, measure_interleaved
 
 TOKENS, HIDDEN = 16384, 2048
@@ -77,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser, peers: str, out: str) -> None
 
 def add_out(parser: argparse.ArgumentParser, name: str) -> None:
     help_text = f"results file; default: {name} in $OUT or here"
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "."), name), help=help_text)
+    default = os.path.join(os.environ.get("OUT", "."), name)
+    parser.add_argument("--out", type=output_file, default=default, help=help_text)
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:

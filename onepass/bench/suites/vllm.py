@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from ...processes import python_command
-from ..rows import Report, Row
+from ..rows import Report, Row, output_file
 
 MODEL = {
     "hidden_size": 2048,
@@ -102,7 +102,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", default="auto", help="as vLLM takes it, for example fp8")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs and torch.compile")
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
-    parser.add_argument("--out", type=Path, help="results file, JSON")
+    parser.add_argument("--out", type=output_file, help="results file, JSON")
     options = parser.parse_args(arguments)
     texts = options.cases or (SMALL_CASES if options.small else CASES)
     try:

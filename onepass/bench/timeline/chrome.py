@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..rows import input_file, output_file
 from .acts import Role, Span, gemms_in_flight
 from .record import Timeline
 
@@ -99,13 +100,27 @@ def _event(span: Span, pid: int, tid: int, origin: int, ns_per_cycle: float) -> 
     }
 
 
+def trace_file(text: str) -> dict[str, Any]:
+    """The trace in a file that `onepass trace` has written, as the type of an argument of a parser."""
+    try:
+        trace = json.loads(input_file(text).read_bytes())
+        if from_chrome(trace) and all(isinstance(trace["otherData"][name], str) for name in ("case", "device_name")):
+            return trace
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
+        pass
+    raise argparse.ArgumentTypeError(f"expected a trace that onepass trace has written, got {text}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The beginning of a trace.")
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("cut", type=Path)
+    parser.add_argument("trace", type=trace_file)
+    parser.add_argument("cut", type=output_file)
     parser.add_argument("--cycles", type=int, required=True, help="how many cycles of each configuration are kept")
     options = parser.parse_args()
-    write(cut(json.loads(options.trace.read_text()), options.cycles), options.cut)
+    try:
+        write(cut(options.trace, options.cycles), options.cut)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

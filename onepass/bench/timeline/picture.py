@@ -12,14 +12,14 @@ barriers or writing dS to shared memory.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from ..chart import INK, LINES, MUTED
+from ..rows import output_file
 from .acts import ISSUE, WAITS_FOR_GEMMS, Role, Span, gemms_in_flight, step_cycles
-from .chrome import from_chrome
+from .chrome import from_chrome, trace_file
 from .record import Timeline
 
 BATCHES = 4  # of the first configuration, which set the width of all panels
@@ -163,19 +163,21 @@ def title_of(about: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("picture", type=Path)
+    parser.add_argument("trace", type=trace_file)
+    parser.add_argument("picture", type=output_file)
     parser.add_argument("--row", action="append", help="a configuration by its label, several times; default: all")
     parser.add_argument("--batches", type=int, default=BATCHES, help="batches of GEMMs that the first panel shows")
     options = parser.parse_args()
-    trace = json.loads(options.trace.read_text())
-    timelines = from_chrome(trace)
+    timelines = from_chrome(options.trace)
     if options.row:
         table = {timeline.label: timeline for timeline in timelines}
         if unknown := [label for label in options.row if label not in table]:
             parser.error(f"--row: expected {' or '.join(table)}, got {', '.join(unknown)}")
         timelines = [table[label] for label in options.row]
-    draw(timelines, title_of(trace["otherData"]), options.picture, options.batches)
+    try:
+        draw(timelines, title_of(options.trace["otherData"]), options.picture, options.batches)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ python -m onepass.bench.timeline.summary TRACE.json     from a trace that `onepa
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 from .acts import EXPONENTIALS, ISSUE, WAITS_FOR_GEMMS, Role, Span, gemms_in_flight, shares, step_cycles
-from .chrome import from_chrome
+from .chrome import from_chrome, trace_file
 from .record import Timeline
 
 WAITS = ("wait for the turn", "wait for dS", *WAITS_FOR_GEMMS)
@@ -119,8 +117,11 @@ def table(timelines: list[Timeline]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("trace", type=Path)
-    print(table(from_chrome(json.loads(parser.parse_args().trace.read_text()))))
+    parser.add_argument("trace", type=trace_file)
+    try:
+        print(table(from_chrome(parser.parse_args().trace)))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":
