@@ -26,6 +26,8 @@ def main(arguments: list[str]) -> None:
         sys.exit(USAGE)
     if not is_module and not os.path.exists(script[0]):
         sys.exit(f"onepass.compat: expected a script, got {script[0]!r}, which does not exist")
+    if os.path.isdir(script[0]) and not is_module and not os.path.exists(os.path.join(script[0], "__main__.py")):
+        sys.exit(f"onepass.compat: expected a script, got {script[0]!r}, a directory without __main__.py")
     install(replace=replace)
     sys.argv = script
     if is_module:

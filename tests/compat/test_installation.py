@@ -328,7 +328,8 @@ def test_run_helps(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("run",), ("run", "-m"), ("walk", "x.py"), ("run", "--unknown", "x.py"), ("run", "none.py")]
+    "arguments",
+    [(), ("run",), ("run", "-m"), ("walk", "x.py"), ("run", "--unknown", "x.py"), ("run", "none.py"), ("run", "/")],
 )
 def test_run_refuses_bad_arguments(arguments):
     with pytest.raises(SystemExit, match=r"^(usage: python -m onepass.compat run|onepass.compat: expected a script)"):
