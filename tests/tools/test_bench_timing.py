@@ -11,13 +11,26 @@ import torch
 from onepass.bench.timing import CudaSampler, Samples, Spread, cpu_sampler, measure_interleaved, percentile
 
 
-def test_ratio_of_known_sleeps():
-    samplers = {"slow": cpu_sampler(lambda: time.sleep(0.03)), "fast": cpu_sampler(lambda: time.sleep(0.01))}
-    samples = measure_interleaved(samplers, rounds=5)
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still unless a test moves it, in seconds."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_ratio_of_known_speeds(clock):
+    def taking(seconds):
+        def call():
+            clock[0] += seconds
+
+        return cpu_sampler(call)
+
+    samples = measure_interleaved({"slow": taking(0.03), "fast": taking(0.01)}, rounds=5)
     assert samples.rounds == 5
-    assert 30 <= samples.spread("slow").median < 60
-    assert 2.0 < samples.speed_ratio("fast", "slow").median < 3.5
-    assert samples.speed_ratio("slow", "fast").median < 0.5
+    assert samples.spread("slow") == pytest.approx((30, 30, 30))
+    assert samples.speed_ratio("fast", "slow") == pytest.approx((3, 3, 3))
+    assert samples.speed_ratio("slow", "fast").median == pytest.approx(1 / 3)
 
 
 def test_ratios_are_taken_within_a_round():
@@ -66,10 +79,7 @@ def test_what_a_round_has_told_stays_as_it_was():
         (1.0, 10.0, 20),  # max_rounds come first
     ],
 )
-def test_rounds_follow_the_budget(sample_ms, budget_s, rounds, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-
+def test_rounds_follow_the_budget(sample_ms, budget_s, rounds, clock):
     def sample():
         clock[0] += 2 * sample_ms / 1e3
         return sample_ms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -14,6 +15,8 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
+from onepass.bench import rows
+from onepass.cli import bench as cli_bench
 from onepass.cli import verify as cli_verify
 from onepass.cli.app import app, flowing
 from onepass.cli.console import Steps
@@ -77,6 +80,7 @@ def test_paragraphs_of_help_are_wrapped_to_the_terminal(monkeypatch):
 @pytest.mark.slow
 def test_bench_says_without_a_terminal_how_long_it_takes(monkeypatch):
     monkeypatch.setattr(Steps.__init__, "__defaults__", (0.0,))
+    monkeypatch.setattr(cli_bench, "Options", functools.partial(rows.Options, gemm_size=64))
     result = invoke("bench", "smoke", "--device", "cpu", "--rounds", "1", "--time-budget", "0.01")
     assert result.exit_code == 0, result.output
     assert "bench: 1 of 4, about " in result.output

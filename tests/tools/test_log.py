@@ -1,5 +1,6 @@
 """ONEPASS_LOG=1 says which backend runs a call, once for each problem."""
 
+import importlib
 import logging
 import os
 import subprocess
@@ -38,8 +39,14 @@ def test_a_line_for_each_problem():
     ]
 
 
-def test_nothing_unless_it_is_asked_for():
-    assert run("0") == []
+@pytest.mark.parametrize("value", ["0", "false", "no", "", None])
+def test_nothing_unless_it_is_asked_for(value, monkeypatch):
+    monkeypatch.delenv("ONEPASS_LOG", raising=False)
+    if value is not None:
+        monkeypatch.setenv("ONEPASS_LOG", value)
+    importlib.reload(log)
+    assert not log.is_on()
+    assert log.logger.handlers == []
 
 
 def test_by_logging(caplog):
