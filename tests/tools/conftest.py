@@ -5,11 +5,14 @@ import types
 
 import pytest
 
-from onepass.bench import timing
+from onepass.bench import memory, timing
 
 
-@pytest.fixture(autouse=True)
-def _timing_without_a_collection(monkeypatch):
-    """Before each timing the bench collects garbage, which takes half a second in a process with all tests loaded."""
+@pytest.fixture(scope="module", autouse=True)
+def _no_collections():
+    """The bench collects garbage before it measures, which takes half a second in a process with all tests loaded."""
     standing_in = types.SimpleNamespace(**vars(gc) | {"collect": lambda: 0})
-    monkeypatch.setattr(timing, "gc", standing_in)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (memory, timing):
+            patch.setattr(module, "gc", standing_in)
+        yield
