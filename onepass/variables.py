@@ -69,7 +69,7 @@ def _directory(text: str) -> Path:
 
 
 def _absolute(text: str) -> Path | None:
-    directory = _directory(text)
+    directory = Path(os.path.expanduser(text))
     return directory if directory.is_absolute() else None  # the XDG specification says to ignore another one
 
 
@@ -97,7 +97,7 @@ CACHE_DIR: Variable[Path | None] = Variable(
 CACHE_HOME: Variable[Path | None] = Variable(
     "XDG_CACHE_HOME",
     "the directory of caches, in which onepass/ is used without ONEPASS_CACHE_DIR",
-    CACHE_DIR.expected,
+    "a directory",
     _absolute,
     None,
 )

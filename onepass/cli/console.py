@@ -44,10 +44,14 @@ class _Console(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         unbounded = self.options.update(max_width=10_000)
-        least = (Measurement.get(self, unbounded, table).minimum for table in objects if isinstance(table, Table))
-        width, self.width = self.width, max([self.width, *least])
-        super().print(*objects, **options)
-        self.width = width
+        least = [Measurement.get(self, unbounded, table).minimum for table in objects if isinstance(table, Table)]
+        width = self.width
+        if least and max(least) > width:
+            self.width = max(least)
+            super().print(*objects, **options)
+            self.width = width
+        else:
+            super().print(*objects, **options)
 
 
 def make_console() -> Console:

@@ -5,9 +5,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import onepass
 from onepass import processes
 from onepass.kernels.compiler import compile, pool
 from onepass.kernels.compiler.pool import (
@@ -242,3 +244,8 @@ def test_processes_have_the_path_of_their_parent(tmp_path, monkeypatch):
     path, arguments = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert path == [*sys.path[1:], processes._ROOT]
     assert arguments == ["a b", "-c"]
+
+
+def test_every_process_is_started_so():
+    for path in Path(onepass.__file__).parent.rglob("*.py"):
+        assert path.name == "processes.py" or "sys.executable" not in path.read_text(encoding="utf-8"), path

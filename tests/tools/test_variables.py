@@ -52,8 +52,9 @@ def test_the_cache_directory(tmp_path, monkeypatch):
     for name in ("ONEPASS_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     assert disk_cache.cache_directory() == tmp_path / ".cache" / "onepass"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert disk_cache.cache_directory() == tmp_path / ".cache" / "onepass"
+    for relative in ("relative", "~nobody-of-this-name/caches"):
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        assert disk_cache.cache_directory() == tmp_path / ".cache" / "onepass"
     monkeypatch.setenv("XDG_CACHE_HOME", "~/caches")
     assert disk_cache.cache_directory() == tmp_path / "caches" / "onepass"
     monkeypatch.setenv("ONEPASS_CACHE_DIR", "~/kernels")
