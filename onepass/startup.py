@@ -1,4 +1,4 @@
-"""The command `onepass` while it loads its modules, for seconds: Ctrl-C and bad variables end it in one line."""
+"""While the modules of the command `onepass` load, for seconds, Ctrl-C and bad variables end it without a traceback."""
 
 from __future__ import annotations
 

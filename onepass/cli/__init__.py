@@ -33,7 +33,7 @@ def main() -> None:
             sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(startup.INTERRUPTED) from None
-    except OSError as error:  # the output cannot be written, and what Python still holds of it cannot, either
+    except OSError as error:  # the output cannot be written; what is left of it goes nowhere
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # open until the process ends
         if error.errno != errno.EPIPE:  # who closed the pipe has read enough
             from .console import words_of

@@ -153,6 +153,15 @@ def test_commands(cache, tmp_path, monkeypatch):
     assert CliRunner().invoke(app, ["cache", "import", str(tmp_path / "absent")]).exit_code == 1
 
 
+def test_an_archive_that_was_packed_anew_has_its_files_in_any_order(cache, tmp_path):
+    file = tmp_path / "kernels.tar.gz"
+    names = [f"{key}.{kind}" for kind in ("json", "o") for key in KEYS]
+    with tarfile.open(file, "w:gz") as archive:
+        for name in names:
+            add(archive, name, (cache / name).read_bytes())
+    assert cache_archive.import_entries(tmp_path / "other", file).added == KEYS
+
+
 def gnu_sparse(name, size):
     """The header of a file of this size without any data, of an extended form."""
     member = tarfile.TarInfo(name)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from . import compile, cpu, disk_cache
 
-# What an archive may have: its names are read into memory all at once, its entries one at a time.
+# What an archive may have: its names are read into memory all at once, and of entries only those whose files are apart.
 _MOST_MEMBERS = 50_000
+_MOST_BYTES = 2**30
 _MOST_NAME_BYTES = 2**16
 _NAME = re.compile(r"(?P<key>[0-9a-f]{32})\.(?P<kind>o|json)")
 
@@ -91,17 +92,28 @@ def import_entries(directory: Path, file: Path) -> Imported:
         if not members:
             raise ValueError(f"{file}: expected an archive of onepass cache export, got one without compiled kernels")
         disk_cache.make_usable(directory)
-        for key, kinds in members.items():
+        halves: dict[str, dict[str, bytes]] = {}  # of entries whose other file comes later
+        for (key, kind), member in members.items():  # in the order of the archive: going back in one takes long
+            if key in found.broken:
+                continue
+            files = halves.pop(key, {})
             try:
-                files = {kind: _content(archive, member) for kind, member in kinds.items()}
-                _add(directory, key, files, found)
+                files[kind] = _content(archive, member)
+                if files.keys() == {"o", "json"}:
+                    _add(directory, key, files, found)
+                elif sum(len(content) for half in halves.values() for content in half.values()) > _MOST_BYTES:
+                    raise disk_cache.BrokenEntry("its files are too far apart")
+                else:
+                    halves[key] = files
             except disk_cache.BrokenEntry as error:
                 found.broken[key] = str(error)
+    for key, files in halves.items():
+        found.broken[key] = f"the archive has only its {', '.join(files)}"
     return found
 
 
 class _Member(tarfile.TarInfo):
-    """A file of an archive, whose name is not read if it is a trap."""
+    """A member of an archive. A header that claims more bytes than a name has is refused before it is read."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
@@ -112,15 +124,15 @@ class _Member(tarfile.TarInfo):
         return member
 
 
-def _members(archive: tarfile.TarFile) -> dict[str, dict[str, tarfile.TarInfo]]:
+def _members(archive: tarfile.TarFile) -> dict[tuple[str, str], tarfile.TarInfo]:
     """The files of entries, by key and kind. The whole archive is read, so that a part of one adds nothing."""
-    found: dict[str, dict[str, tarfile.TarInfo]] = {}
+    found: dict[tuple[str, str], tarfile.TarInfo] = {}
     for count, member in enumerate(archive):
         if count == _MOST_MEMBERS:
             raise ValueError(f"more than {_MOST_MEMBERS} files")
         match = _NAME.fullmatch(member.name)
         if match and member.isfile():
-            found.setdefault(match["key"], {})[match["kind"]] = member
+            found[match["key"], match["kind"]] = member
     return found
 
 
@@ -168,8 +180,6 @@ def _key_here(key: str, about: dict[str, Any]) -> str:
 
 def _about(key: str, files: dict[str, bytes]) -> dict[str, Any]:
     """What an archive says of an entry, without what `disk_cache.write` adds. Raises: BrokenEntry with the reason."""
-    if set(files) != {"o", "json"}:
-        raise disk_cache.BrokenEntry(f"the archive has only its {', '.join(files)}")
     about: dict[str, Any] = {}
     with contextlib.suppress(disk_cache.BrokenEntry):
         about = disk_cache.parse_about(files["json"])

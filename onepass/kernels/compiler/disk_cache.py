@@ -106,7 +106,7 @@ def exclusive(lock: Path, wait: bool = True) -> Iterator[None]:
 
 
 def _open_lock(path: str, flags: int) -> int:
-    """Open a lock file, in place of a link or a pipe of that name, which nobody holds as a lock."""
+    """Open a lock file. A link or a pipe of that name, which nobody can hold as a lock, is removed first."""
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
