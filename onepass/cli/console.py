@@ -22,6 +22,7 @@ from ..bench.machine import counted
 from ..bench.rows import check_output
 from ..startup import INTERRUPTED as INTERRUPTED
 
+WIDE = 140  # columns in which every table has room
 # Without vertical lines more columns fit into a terminal.
 TABLE_STYLE: dict[str, Any] = {
     "box": box.SIMPLE_HEAD,
@@ -37,7 +38,7 @@ def printable(text: str) -> str:
 
 
 class _Console(Console):
-    """Shows every text as it is. A table is at least as wide as its longest words: no number is cut."""
+    """Shows every text as it is. A table is as wide as its longest words, up to `WIDE`: no number is cut."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
@@ -45,19 +46,18 @@ class _Console(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         unbounded = self.options.update(max_width=10_000)
         least = [Measurement.get(self, unbounded, table).minimum for table in objects if isinstance(table, Table)]
-        width = self.width
-        if least and max(least) > width:
-            self.width = max(least)
-            super().print(*objects, **options)
-            self.width = width
-        else:
-            super().print(*objects, **options)
+        width, needed = self.width, min(WIDE, max(least, default=0))
+        if needed <= width:
+            return super().print(*objects, **options)
+        self.width = needed
+        super().print(*objects, **options)
+        self.width = width
 
 
 def make_console() -> Console:
     """A console on standard output; wide enough for the tables where there is no terminal (CI, a pipe)."""
     is_terminal = sys.stdout.isatty()
-    width = None if is_terminal or "COLUMNS" in os.environ else 140
+    width = None if is_terminal or "COLUMNS" in os.environ else WIDE
     return _Console(width=width, soft_wrap=False, highlight=False, emoji=False)
 
 

@@ -573,6 +573,10 @@ def test_a_narrow_terminal_cuts_no_number(monkeypatch):
     assert "1.33e-15" in captured.get()
     assert "6.80e-15" in captured.get()
     assert max(map(len, captured.get().splitlines()[-3:])) <= 30
+    table.add_row("long" * 1000, "", "")
+    with console.capture() as captured:
+        console.print(table)
+    assert max(map(len, captured.get().splitlines())) <= 140
 
 
 @pytest.mark.parametrize("argv", [["/usr/bin/onepass"], ["-m", "onepass"], ["-m", "onepass.cli"], ["onepass.exe"]])
