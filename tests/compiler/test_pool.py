@@ -221,19 +221,21 @@ def deadly(*words):
     return ("forward", Deadly(*words), "sm_90a", None)
 
 
-def test_workers_import_nothing_from_the_current_directory(tmp_path, monkeypatch):
+def test_processes_import_nothing_from_the_current_directory(tmp_path, monkeypatch):
     marker = tmp_path / "marker"
     for name in ("cutlass", "queue", "json", "sitecustomize", "onepass"):
         (tmp_path / f"{name}.py").write_text(f"open({str(marker)!r}, 'a').write({name!r})")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as `python -c` and interactive sessions have it
-    worker = WorkerProcess()
-    try:
-        assert worker.compile(("forward", ("key",), "sm_90a", None)).failure.startswith("TypeError")
-    finally:
-        worker.close()
-    assert not marker.exists(), marker.read_text()
+    for path in (str(tmp_path), ":", "."):
+        monkeypatch.setenv("PYTHONPATH", path)
+        # as `python -c` and interactive sessions have it
+        monkeypatch.setattr(
+            sys, "path", ["", *filter(None, sys.path)]
+        )  # as `python -c` and interactive sessions have it
+        code = "import json, queue; from importlib.util import find_spec; print(find_spec('onepass').origin)"
+        done = subprocess.run(processes.python_command(code), capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == onepass.__file__
+        assert not marker.exists(), marker.read_text()
 
 
 def test_processes_have_the_path_of_their_parent(tmp_path, monkeypatch):
