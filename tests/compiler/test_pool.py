@@ -229,9 +229,7 @@ def test_processes_import_nothing_from_the_current_directory(tmp_path, monkeypat
     for path in (str(tmp_path), ":", "."):
         monkeypatch.setenv("PYTHONPATH", path)
         # as `python -c` and interactive sessions have it
-        monkeypatch.setattr(
-            sys, "path", ["", *filter(None, sys.path)]
-        )  # as `python -c` and interactive sessions have it
+        monkeypatch.setattr(sys, "path", ["", *filter(None, sys.path)])
         code = "import json, queue; from importlib.util import find_spec; print(find_spec('onepass').origin)"
         done = subprocess.run(processes.python_command(code), capture_output=True, text=True, check=True)
         assert done.stdout.strip() == onepass.__file__

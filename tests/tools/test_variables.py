@@ -85,12 +85,12 @@ def test_without_a_home_directory_kernels_last_for_the_process(homeless, monkeyp
 
     monkeypatch.setattr(compile, "compile_now", lambda arch, trace: Compiled())
     monkeypatch.setattr(compile, "environment", lambda: "these versions")
+    monkeypatch.setattr(compile, "_kernels", {})
     assert not compile.is_cached("forward", ("homeless",), "sm_90a")
     with pytest.warns(RuntimeWarning, match=words):
         assert not compile.has_disk_cache()
     with pytest.warns(RuntimeWarning, match=words):
         assert compile.get("forward", ("homeless",), "sm_90a", lambda: None) == "the kernel"
-    compile._kernels.clear()
 
 
 def test_only_this_module_reads_them():
