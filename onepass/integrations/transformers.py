@@ -8,26 +8,35 @@ transformers calls two functions per implementation. The mask function runs once
 the attention function runs in every layer and receives the result of the mask function. `register` sets both: with an
 attention function alone, transformers passes no mask at all and padding is silently ignored.
 
-The mask function (transformers_masks.py) says once a forward what the layers need: where real keys begin and end,
-offsets of packed sequences, or a whole mask. The attention function knows the other properties of the mask (causal,
-sliding window) by itself.
+The mask function (transformers_masks.py) says once a forward what every query sees: where real keys begin and end, a
+window, offsets of packed sequences. The attention function computes that, and looks for packed sequences in what only
+layers get: `cu_seq_lens_q` and `cu_seq_lens_k`, or the positions of a forward with a cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..api import attention as api
 from ..api.decode import attention_decode
-from ..api.repeated import RepeatableDecode, repeatable_decode
+from ..api.repeated import repeatable_decode
 from ..compat.masks import four_dimensional, mask_arguments
 from ..dispatch import ahead
 from ..errors import UnsupportedError
-from .transformers_masks import cu_seqlens_of, padding_mask
+from .transformers_masks import (
+    Pattern,
+    ShortMask,
+    may_wait,
+    offsets_of,
+    padding_mask,
+    sequence_bounds,
+    starts_by_offsets,
+    starts_by_positions,
+    with_ranges,
+)
 
 __all__ = ["attention_forward", "padding_mask", "register"]
 
@@ -50,10 +59,6 @@ def register(name: str = "onepass") -> str:
 
 
 # --- the attention function -------------------------------------------------------------------------------------------
-
-# names of attributes in which tensors of positions and masks keep what a layer has made of them
-_KNOWN_OFFSETS = "_onepass_cu_seqlens"
-_KNOWN_LENGTHS = "_onepass_lengths"
 
 # Arguments of a model's forward pass that transformers also passes to the attention function, which ignores them.
 _IRRELEVANT = frozenset(
@@ -89,6 +94,7 @@ def attention_forward(
     max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None,
     deterministic: bool | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, with transformers' signature.
@@ -97,109 +103,74 @@ def attention_forward(
         module: the attention layer; `module.is_causal` is used where is_causal is None.
         query: (batch, num_heads_q, q_length, head_dim). key: (batch, num_heads_kv, kv_length, head_dim).
         value: (batch, num_heads_kv, kv_length, head_dim_v).
-        attention_mask: the result of `padding_mask`; bool (batch, num_keys), the real keys; or a whole mask, bool or
-            floating point, that broadcasts to (batch, num_heads_q, q_length, kv_length or more): a whole mask alone
-            says which keys a query sees.
+        attention_mask: the result of `padding_mask`, which alone says what a query sees; bool (batch, num_keys), the
+            real keys; or a whole mask, bool or floating point, that broadcasts to (batch, num_heads_q, q_length,
+            kv_length or more), and alone says what a query sees.
         dropout: as dropout_p in `onepass.attention`.
         scaling: None = head_dim ** -0.5.
-        sliding_window: the number of keys that a causal query sees, including its own; a bidirectional query sees
-            sliding_window - 1 keys on either side of its own.
+        sliding_window: read where attention_mask is None or has two dimensions: the number of keys that a causal query
+            sees, including its own; a bidirectional query sees sliding_window - 1 keys on either side of its own.
         softcap: as in `onepass.attention`.
+        is_causal: read where attention_mask is None or has two dimensions.
         s_aux: (num_heads_q,) attention sinks.
         position_bias: added to scores; it broadcasts to (batch, num_heads_q, q_length, kv_length).
-        position_ids: (1, q_length), read if attention_mask is None and there is no cache: a new packed sequence begins
-            where a position does not follow the one before it. Without gradients `padding_mask` has decided this.
+        position_ids: (batch or 1, q_length), read if the model got no attention mask, no cu_seq_lens, and no cache or
+            an empty one, and if `padding_mask` has not found packed sequences: a packed sequence begins where positions
+            return to the minimum of their row.
         cu_seq_lens_q, cu_seq_lens_k: (num_sequences + 1,) offsets of packed sequences in the flattened batch;
             max_length_q, max_length_k are hints.
         deterministic: as in `onepass.attention`.
+        indices: integers (batch, q_length, any number), the keys that a model's indexer has chosen for each query,
+            with the result of `padding_mask` or a floating point mask; numbers below 0 choose nothing.
         kwargs: arguments that are known to be irrelevant, or are None or False; any other one raises.
 
     Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None in place of attention weights.
-    Outputs at padding on the right are arbitrary. No value is read on the host, except by the first layer that gets
-    position_ids without a mask and without a cache.
+    Outputs at padding on the right are arbitrary. The host reads no value, except by the first layer that gets
+    position_ids without a mask, and without a cache or with an empty one.
 
     Raises: NotImplementedError naming an argument that is not supported.
     """
     _refuse_unknown(kwargs)
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", None)
-    if is_causal is None:
-        raise ValueError(f"is_causal: expected a bool here or as an attribute of {type(module).__name__}, got neither")
-    is_causal = bool(is_causal)
-    lengths = _Lengths(attention_mask, (is_causal, sliding_window, softcap, scaling, dropout))
-    if s_aux is position_bias is cu_seq_lens_q is None:
-        call = lengths.call_before
-        out = None if call is None else call.again(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    memory = _memory_of(attention_mask, module, query)
+    layer = softcap, scaling, dropout
+    if memory is not None and layer in memory and s_aux is position_bias is cu_seq_lens_q is indices is None:
+        out = memory[layer].again(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         if out is not None:
             return out, None
-    _refuse_unsupported(attention_mask)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options: dict[str, Any] = {
-        "causal": is_causal,
-        "window": _window(sliding_window, is_causal, key.shape[2]),
         "softcap": softcap,
         "softmax_scale": scaling,
         "sinks": s_aux,
         "deterministic": deterministic,
         "dropout_p": dropout,
     }
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if position_bias is not None:
         options["bias"] = four_dimensional(position_bias, query.shape[:2])
-    is_whole = attention_mask is not None and attention_mask.dim() == 4 and not _is_form(attention_mask)
-    if attention_mask is not None and is_whole:
-        options |= {"causal": False, "window": None}
-        return _masked(q, k, v, attention_mask[..., : k.shape[1]], options), None
-
-    if attention_mask is not None and _is_ranges(attention_mask):
-        options |= {"causal": False, "window": None}
-        return api.attention(q, k, v, **options, key_ranges=attention_mask), None
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        if attention_mask is not None and attention_mask.dtype != torch.int32:
-            raise UnsupportedError("cu_seq_lens_q: expected None where attention_mask has padding, got both")
-        return _packed(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options), None
-    if attention_mask is None:
-        attention_mask = _packed_by_positions(position_ids, q, k)
-    if attention_mask is None:
-        return _attend(q, k, v, options, lengths), None
-    if attention_mask.dtype == torch.int32:
-        offsets = attention_mask.flatten()
-        return _packed(q, k, v, offsets, offsets, None, None, options), None
-    if attention_mask.dtype == torch.uint8:
-        return _masked(q, k, v, attention_mask[..., : k.shape[1]].bool(), options), None
-    if attention_mask.dtype == torch.bool:
-        num_keys = attention_mask.shape[1]
-        return _masked(q, k[:, :num_keys], v[:, :num_keys], attention_mask[:, None, None], options), None
-    return _padded(q, k, v, lengths, options), None
-
-
-def _is_form(mask: Tensor) -> bool:
-    """Whether a mask has one of the forms that `padding_mask` returns in place of a whole mask."""
-    if mask.dim() != 4 or tuple(mask.shape[1:3]) != (1, 1):
-        return _is_ranges(mask)
-    is_offsets = mask.dtype == torch.int32 and mask.shape[0] == 1
-    return is_offsets or mask.dtype == torch.uint8 or (mask.dtype == torch.int64 and mask.shape[3] <= 2)
-
-
-def _is_ranges(mask: Tensor) -> bool:
-    """Whether a mask is the form of `padding_mask` that holds the range of keys of each query."""
-    has_shape = mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] > 1 and mask.shape[3] == 2
-    return has_shape and mask.dtype == torch.int32
-
-
-def _refuse_unsupported(attention_mask: Tensor | None) -> None:
-    if attention_mask is not None and attention_mask.dim() not in (2, 4):
+    if isinstance(attention_mask, ShortMask):
+        pattern = attention_mask.pattern
+    elif attention_mask is not None and attention_mask.dim() == 4:
+        pattern = Pattern(whole=_checked_mask(attention_mask))
+    else:
+        pattern = _pattern_of_layer(module, is_causal, sliding_window, attention_mask, q, k)
+        if pattern.is_real is not None:
+            k, v = k[:, : pattern.is_real.shape[1]], v[:, : pattern.is_real.shape[1]]
+    if indices is not None:
+        pattern = pattern._replace(whole=_chosen(attention_mask, indices, q, k))
+    sequences = _Sequences.given(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, pattern, q)
+    if sequences is None:
+        sequences = _Sequences.found(pattern, position_ids, memory, q)
+    if sequences is not None:
+        is_plain = pattern.is_real is pattern.whole is pattern.ranges is pattern.chunk_size is None
+        if is_plain and "bias" not in options and sequences.offsets is not None:
+            return _packed(q, k, v, sequences, pattern, options), None
+        pattern = _cut(pattern, sequences, q, k)
+    elif pattern.is_causal and attention_mask is None and 1 < q.shape[1] < k.shape[1]:
         raise UnsupportedError(
-            f"attention_mask: expected None, (batch, tokens) or (batch, heads, q_length, kv_length), "
-            f"got shape {tuple(attention_mask.shape)}"
+            f"attention_mask: expected a mask where a causal layer has {q.shape[1]} queries and more keys, "
+            f"{k.shape[1]}, got None, which does not say where the queries stand"
         )
-    is_known = attention_mask is None or attention_mask.dtype == torch.bool or _is_form(attention_mask)
-    if attention_mask is not None and not is_known:
-        is_whole = attention_mask.dim() == 4 and attention_mask.is_floating_point()
-        if not is_whole:
-            raise UnsupportedError(
-                "attention_mask: expected what padding_mask returns, or a bool or floating point tensor, got "
-                f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)}: this model makes its own mask"
-            )
+    return _attend(q, k, v, pattern, options, memory, layer), None
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
@@ -209,163 +180,272 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
             raise UnsupportedError(f"{name}: expected None, got {given}: onepass attention does not know this argument")
 
 
-def _window(sliding_window: int | None, is_causal: bool, num_keys: int) -> tuple[int, int | None] | None:
+def _memory_of(attention_mask: Tensor | None, module: torch.nn.Module, query: Tensor) -> dict[Any, Any] | None:
+    """What layers of this forward have kept for those after them; None if nothing may be kept.
+
+    Without this the host would take a third longer for a token in generation, where each layer computes little. A layer
+    that comes again begins another forward. Under torch.compile and in a CUDA graph each run has its own values.
+    """
+    if not isinstance(attention_mask, ShortMask) or not may_wait(query):
+        return None
+    memory = attention_mask.kept
+    layers = memory.setdefault("layers", set())
+    if module in layers:
+        memory.clear()
+        memory["layers"] = layers = set()
+    layers.add(module)
+    return memory
+
+
+# --- what a query sees ------------------------------------------------------------------------------------------------
+
+
+def _pattern_of_layer(
+    module: torch.nn.Module,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    attention_mask: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+) -> Pattern:
+    """The pattern where the layer has no mask, or real keys alone."""
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise UnsupportedError(
+            f"attention_mask: expected None, (batch, tokens) or (batch, heads, q_length, kv_length), "
+            f"got shape {tuple(attention_mask.shape)}"
+        )
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise _unknown_mask(attention_mask)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None:
+        raise ValueError(f"is_causal: expected a bool here or as an attribute of {type(module).__name__}, got neither")
     if sliding_window is not None and sliding_window < 1:
         raise UnsupportedError(
             f"sliding_window: expected at least 1, the query's own key, or None, got {sliding_window}"
         )
-    if sliding_window is None or sliding_window >= num_keys:
-        return None  # the window reaches over all keys
-    return sliding_window - 1, None if is_causal else sliding_window - 1
+    window = None
+    if sliding_window is not None:
+        window = sliding_window - 1, None if is_causal else sliding_window - 1
+    may_be_packed = attention_mask is None and q.shape[1] == k.shape[1]
+    return Pattern(bool(is_causal), window, is_real=attention_mask, may_be_packed=may_be_packed)
+
+
+def _checked_mask(mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise _unknown_mask(mask)
+    return mask
+
+
+def _unknown_mask(mask: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        "attention_mask: expected what padding_mask returns, a bool tensor, or a floating point tensor of four "
+        f"dimensions, got {mask.dtype} of shape {tuple(mask.shape)}: this model makes its own mask"
+    )
+
+
+def _chosen(mask: Tensor | None, indices: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A whole mask, without the keys that an indexer has not chosen. Args: indices: (batch, q_length, any number)."""
+    if mask is None or mask.dim() != 4 or indices.dim() != 3 or indices.shape[:2] != q.shape[:2]:
+        shape = None if mask is None else tuple(mask.shape)
+        raise UnsupportedError(
+            f"indices: expected (batch, q_length, keys) with an attention_mask of four dimensions, "
+            f"got shape {tuple(indices.shape)} with an attention_mask of shape {shape}"
+        )
+    mask = mask.values() if isinstance(mask, ShortMask) else _checked_mask(mask)
+    num_keys = k.shape[1]
+    number = torch.where(indices < 0, num_keys, indices).long()
+    is_hidden = torch.ones(*q.shape[:2], num_keys + 1, dtype=torch.bool, device=q.device).scatter(-1, number, False)
+    is_hidden = is_hidden[:, None, :, :num_keys]
+    mask = mask[..., :num_keys]
+    return mask & ~is_hidden if mask.dtype == torch.bool else mask.masked_fill(is_hidden, -torch.inf)
+
+
+# --- packed sequences -------------------------------------------------------------------------------------------------
+
+
+class _Sequences(NamedTuple):
+    """Packed sequences: their offsets in the flattened batch, or where they begin, or both."""
+
+    offsets: tuple[Tensor, Tensor] | None = None  # of queries and of keys, int32 (num_sequences + 1,)
+    max_length_q: int | Tensor | None = None  # hints
+    max_length_k: int | Tensor | None = None
+    is_start: Tensor | None = None  # bool (batch or 1, q_length)
+
+    @classmethod
+    def given(
+        cls,
+        offsets_q: Tensor | None,
+        offsets_k: Tensor | None,
+        max_length_q: int | Tensor | None,
+        max_length_k: int | Tensor | None,
+        pattern: Pattern,
+        q: Tensor,
+    ) -> _Sequences | None:
+        """Sequences by their offsets, which count whatever the positions say."""
+        if offsets_q is offsets_k is None:
+            return None
+        if offsets_q is None or offsets_k is None:
+            missing, other = ("q", "k") if offsets_q is None else ("k", "q")
+            raise UnsupportedError(f"cu_seq_lens_{missing}: expected offsets, as cu_seq_lens_{other} has, got None")
+        # where values cannot be read, keys that are not real are hidden
+        if pattern.first is not None or pattern.end is not None or (pattern.is_real is not None and may_wait(q)):
+            raise UnsupportedError("cu_seq_lens_q: expected None where attention_mask has padding, got both")
+        offsets = offsets_q.to(q.device, torch.int32), offsets_k.to(q.device, torch.int32)
+        return cls(offsets, max_length_q, max_length_k)
+
+    @classmethod
+    def found(
+        cls, pattern: Pattern, position_ids: Tensor | None, memory: dict[Any, Any] | None, q: Tensor
+    ) -> _Sequences | None:
+        """Sequences that the mask function has found in the positions, or else those that the layers find there.
+
+        Every layer of a forward gets the same tensor of positions, and the first one reads it.
+        """
+        if pattern.offsets is not None:
+            return cls((pattern.offsets, pattern.offsets))
+        batch, seqlen = q.shape[:2]
+        if not pattern.may_be_packed or seqlen == 1 or position_ids is None:
+            return None
+        if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != seqlen:
+            return None
+        if not may_wait(q):
+            return cls(is_start=starts_by_positions(position_ids, pattern.q_offset))
+        positions, found = (None, None) if memory is None else memory.get("sequences", (None, None))
+        if positions is not position_ids:
+            is_start = starts_by_positions(position_ids, pattern.q_offset).expand(batch, -1)
+            offsets = offsets_of(is_start)
+            found = cls((offsets, offsets), is_start=is_start) if len(offsets) > batch + 1 else None
+            if memory is not None:
+                memory["sequences"] = position_ids, found
+        return found
 
 
 def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor | None,
-    max_seqlen_k: int | Tensor | None,
-    options: dict[str, Any],
+    q: Tensor, k: Tensor, v: Tensor, sequences: _Sequences, pattern: Pattern, options: dict[str, Any]
 ) -> Tensor:
     """Attention of packed sequences in the flattened batch."""
-    if "bias" in options:
-        raise UnsupportedError("position_bias: expected None with packed sequences, got a tensor")
+    assert sequences.offsets is not None
+    offsets_q, offsets_k = sequences.offsets
+    if offsets_q is offsets_k:
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]  # a static cache has room for more
     out = api.attention_varlen(
         *(x.flatten(0, 1) for x in (q, k, v)),
-        cu_seqlens_q=cu_seqlens_q.to(q.device, torch.int32),
-        cu_seqlens_k=cu_seqlens_k.to(q.device, torch.int32),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
+        cu_seqlens_q=offsets_q,
+        cu_seqlens_k=offsets_k,
+        max_seqlen_q=sequences.max_length_q,
+        max_seqlen_k=sequences.max_length_k,
+        causal=pattern.is_causal,
+        window=_window_over(pattern, k.shape[1]),
         **options,
     )
     return out.unflatten(0, q.shape[:2])
 
 
-def _packed_by_positions(position_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Offsets of the packed sequences that follow from positions; None if there is only one sequence.
-
-    transformers infers sequences from positions only for a single row, and only if all keys are present. All layers of
-    a forward get the same tensor of positions. The tensor keeps the answer until someone writes to it, so that only one
-    layer reads it from the device.
-    """
-    seqlen = q.shape[1]
-    if position_ids is None or tuple(position_ids.shape) != (1, seqlen) or seqlen == 1 or k.shape[:2] != (1, seqlen):
-        return None
-    if torch.compiler.is_compiling() or _is_capturing(q):
-        return None
-    version = None if position_ids.is_inference() else position_ids._version  # inference tensors count no changes
-    known: tuple[int | None, Tensor | None] | None = getattr(position_ids, _KNOWN_OFFSETS, None)
-    if known is None or version is None or known[0] != version:
-        is_start = position_ids.diff(dim=-1) != 1
-        offsets = cu_seqlens_of(torch.nn.functional.pad(is_start.cumsum(-1), (1, 0)))
-        known = version, offsets if len(offsets) > 2 else None
-        setattr(position_ids, _KNOWN_OFFSETS, known)
-    return known[1]
-
-
-def _is_capturing(t: Tensor) -> bool:
-    """Whether a CUDA graph captures what is computed from a tensor now."""
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+def _cut(pattern: Pattern, sequences: _Sequences, q: Tensor, k: Tensor) -> Pattern:
+    """The pattern of rows that are cut into sequences, in which a query sees keys of its own sequence alone."""
+    is_start, seqlen = sequences.is_start, q.shape[1]
+    if is_start is None:
+        assert sequences.offsets is not None
+        offsets, offsets_k = sequences.offsets
+        if offsets is not offsets_k and (q.shape[0] != 1 or k.shape[1] != seqlen):
+            raise UnsupportedError(
+                "cu_seq_lens_q: expected one row with as many keys as queries where there is a mask or a position "
+                f"bias, too, got {q.shape[0]} rows of {seqlen} queries and {k.shape[1]} keys"
+            )
+        is_start = starts_by_offsets(offsets, q.shape[0] * seqlen).view(q.shape[:2])
+    if pattern.whole is None:
+        return with_ranges(pattern, is_start, pattern.q_offset)
+    start, end = sequence_bounds(is_start)
+    number = torch.arange(k.shape[1], device=q.device)
+    is_own = (number >= start[..., None]) & (number < (end + pattern.q_offset)[..., None])
+    whole, is_own = pattern.whole[..., : k.shape[1]], is_own[:, None]
+    whole = whole & is_own if whole.dtype == torch.bool else whole.masked_fill(~is_own, -torch.inf)
+    return pattern._replace(whole=whole)
 
 
-class _Lengths:
-    """Where the keys of each row begin and end, as a mask of `padding_mask` says, int32 (batch,).
-
-    All layers of a forward get the same mask. Until someone writes to it, the mask keeps the bounds that the first
-    layer has made of it, and the call of that layer. Without this the host would take a third longer for a token in
-    generation, where each layer computes little.
-    """
-
-    def __init__(self, mask: Tensor | None, options: tuple):
-        """Args: mask: int64 (batch, 1, 1, up to 2), or None; other masks keep nothing. options: those of this layer."""
-        self.mask, self.options = mask, options
-
-    @property
-    def num_bounds(self) -> int:
-        """How many bounds of each row the mask has."""
-        return 0 if self.mask is None else self.mask.shape[-1]
-
-    def bound(self, number: int) -> Tensor:
-        """Bound `number` of each row."""
-        return self._kept(number, lambda mask: mask[:, 0, 0, number].to(torch.int32).contiguous())
-
-    def full(self, k: Tensor) -> Tensor:
-        """The number of keys of k, (batch, num_keys, num_heads, head_dim), for each row."""
-
-        def make(_: Tensor | None) -> Tensor:
-            return torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
-
-        return self._kept((k.shape[:2], k.device), make)
-
-    @property
-    def call_before(self) -> RepeatableDecode | None:
-        """The call that a layer with these options has made in this forward."""
-        kept = self._memory()
-        return None if kept is None else kept.get(self.options)
-
-    def keep_call(self, call: RepeatableDecode | None) -> None:
-        """Keep the call of this layer for those after it."""
-        kept = self._memory()
-        if kept is not None and call is not None:
-            kept[self.options] = call
-
-    def _kept(self, what: Hashable, make: Callable[[Any], Tensor]) -> Tensor:
-        kept = self._memory()
-        if kept is None:
-            return make(self.mask)
-        if what not in kept:
-            kept[what] = make(self.mask)
-        return kept[what]
-
-    def _memory(self) -> dict | None:
-        """What the mask keeps; None if its values may change unseen: uncounted, or in another run of a CUDA graph."""
-        mask = self.mask
-        if mask is None or torch.compiler.is_compiling() or mask.is_inference():
-            return None
-        if _is_capturing(mask):
-            return None
-        known: tuple[int, dict] | None = getattr(mask, _KNOWN_LENGTHS, None)
-        if known is None or known[0] != mask._version:
-            known = mask._version, {}
-            setattr(mask, _KNOWN_LENGTHS, known)
-        return known[1]
+# --- the call ---------------------------------------------------------------------------------------------------------
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, options: dict[str, Any]) -> Tensor:
-    """Attention in which the real keys of each row are neighbors; see `padding_mask` for the forms of their bounds."""
-    count = lengths.num_bounds
-    if count == 0:
-        return _attend(q, k, v, options, lengths)
-    if options["causal"]:
-        options["seqstart_k"] = lengths.bound(0)
-        return _attend(q, k, v, options, lengths, lengths.bound(1) if count == 2 else None)
-    if count == 1 and options["window"] is None:
-        return _attend(q, k, v, options, lengths, lengths.bound(0))
-    high = lengths.bound(count - 1)
-    low = lengths.bound(0) if count == 2 else torch.zeros_like(high)
-    ranges = torch.stack((low, high), -1)[:, None, None].expand(-1, 1, q.shape[1], 2)
-    return api.attention(q, k, v, **options, key_ranges=ranges.contiguous())
+def _window_over(pattern: Pattern, num_keys: int) -> tuple[int, int | None] | None:
+    """The window of a pattern; None if it reaches over all keys."""
+    window = pattern.window
+    return None if window is None or min(side for side in window if side is not None) >= num_keys - 1 else window
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], lengths: _Lengths, ends: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    options: dict[str, Any],
+    memory: dict[Any, Any] | None,
+    layer: tuple,
 ) -> Tensor:
-    """Attention of dense tensors, by `attention_decode` for a few queries over more keys without gradients.
+    """Attention of dense tensors. Args: memory: see `_memory_of`. layer: the options of a layer that repeats a call."""
+    if pattern.whole is not None:
+        mask = pattern.whole[..., : k.shape[1]]
+        return _masked(q, k, v, mask, {"causal": False, "window": None, **options})
+    has_ranges = pattern.ranges is not None
+    options |= {
+        "causal": pattern.is_causal and not has_ranges,
+        "window": None if has_ranges else _window_over(pattern, k.shape[1]),
+    }
+    if pattern.is_real is not None:
+        return _masked(q, k, v, pattern.is_real[:, None, None], options, pattern.ranges)
+    if has_ranges:
+        return api.attention(q, k, v, **options, key_ranges=pattern.ranges)
+    if options["causal"]:
+        options["seqstart_k"] = pattern.first
+    elif pattern.first is not None or (pattern.end is not None and options["window"] is not None):
+        high = pattern.end if pattern.end is not None else _ends(pattern, k, memory)
+        low = pattern.first if pattern.first is not None else torch.zeros_like(high)
+        ranges = torch.stack((low, high), -1)[:, None, None].expand(-1, 1, q.shape[1], 2)
+        return api.attention(q, k, v, **options, key_ranges=ranges.contiguous())
+    return _dense(q, k, v, pattern, options, memory, layer)
 
-    Args: ends: (batch,) int32, the number of keys that exist.
-    """
-    if q.shape[1] > FEW_QUERIES or k.shape[1] <= q.shape[1] or options["dropout_p"] or _has_gradient(q, k, v, options):
-        return api.attention(q, k, v, **options, seqused_k=ends)
-    ends = lengths.full(k) if ends is None else ends
+
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    options: dict[str, Any],
+    memory: dict[Any, Any] | None,
+    layer: tuple,
+) -> Tensor:
+    """Attention by bounds of keys, by `attention_decode` for a few queries over more keys without gradients."""
+    is_long = q.shape[1] > FEW_QUERIES or k.shape[1] <= q.shape[1]
+    if is_long or options["dropout_p"] or _has_gradient(q, k, v, options):
+        has_end = pattern.end is not None or pattern.used is not None
+        return api.attention(q, k, v, **options, seqused_k=_ends(pattern, k, memory) if has_end else None)
+    ends = _ends(pattern, k, memory)
     own = {name: value for name, value in options.items() if name not in ("deterministic", "dropout_p")}
     if "bias" in own or own["sinks"] is not None:
         return attention_decode(q, k, v, cache_seqlens=ends, **own)
     del own["sinks"]
     out, call = repeatable_decode(q, k, v, cache_seqlens=ends, **{"seqstart_k": None, **own})
-    lengths.keep_call(call)
+    if memory is not None and call is not None:
+        memory[layer] = call
     return out
+
+
+def _ends(pattern: Pattern, k: Tensor, memory: dict[Any, Any] | None) -> Tensor:
+    """The end of the keys of each row, int32 (batch,)."""
+    if pattern.end is not None:
+        return pattern.end
+    batch, num_keys = k.shape[:2]
+    known = None if memory is None else memory.get(("ends", num_keys))
+    if known is not None:
+        return known
+    if isinstance(pattern.used, Tensor):
+        ends = pattern.used.to(k.device, torch.int32).reshape(-1)[:1].expand(batch).contiguous()
+    else:
+        count = num_keys if pattern.used is None else pattern.used
+        ends = torch.full((batch,), count, dtype=torch.int32, device=k.device)
+    if memory is not None:
+        memory["ends", num_keys] = ends
+    return ends
 
 
 def _has_gradient(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
@@ -373,9 +453,16 @@ def _has_gradient(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> b
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attention under a mask of four dimensions, bool or floating point, beside the other options."""
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any], key_ranges: Tensor | None = None
+) -> Tensor:
+    """Attention under a mask of four dimensions, bool or floating point, with the other options.
+
+    Args: key_ranges: of the keys that each query sees, if the mask does not say everything.
+    """
     arguments = mask_arguments(four_dimensional(mask, torch.Size((q.shape[0], q.shape[2]))), q.shape[1], k.shape[1])
+    if key_ranges is not None:
+        arguments["key_ranges"] = key_ranges
     if "bias" in options:
         bias = options["bias"]
         arguments["bias"] = bias + arguments["bias"].to(bias.dtype)

@@ -1,4 +1,4 @@
-"""The mask function of the transformers integration: what a mask says beside causal and window, found once a forward.
+"""The mask function of the transformers integration: what a mask says, found once a forward and in short form.
 
 transformers calls the function before the layers. It may wait for the device once, to learn whether padding is on one
 side; the layers then need no mask and wait for nothing. Under torch.compile, and while a CUDA graph is captured, it
@@ -8,12 +8,123 @@ does not wait, and its result says of each key whether the key is real.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+
+
+class Pattern(NamedTuple):
+    """The keys that each query of a call sees: those that all fields leave."""
+
+    is_causal: bool = False
+    # keys before and after the query's own; the last query stands at the last key that exists
+    window: tuple[int, int | None] | None = None
+    first: Tensor | None = None  # int32 (batch,), the first real key of each row, where there is padding on the left
+    end: Tensor | None = None  # int32 (batch,), the end of each row's real keys, where there is padding on the right
+    used: int | Tensor | None = None  # the number of keys that exist, where a cache has room for more
+    is_real: Tensor | None = None  # bool (batch, num_keys), where real keys need not be neighbors
+    ranges: Tensor | None = None  # int32 (batch, 1, q_length, 2), the first key that a query sees, and the end
+    whole: Tensor | None = None  # bool or floating point (batch, num_heads or 1, q_length, num_keys)
+    offsets: Tensor | None = None  # int32 (num_sequences + 1,), packed sequences in the flattened batch
+    chunk_size: int | None = None  # of chunks that `ranges` has taken into account, for a row that is one sequence
+    may_be_packed: bool = False  # positions that the layers get may say that sequences are packed
+    q_offset: int | Tensor = 0  # the place of the first query among the keys, where sequences may be packed
+
+
+class ShortMask(torch.Tensor):
+    """A mask of which a layer reads the pattern, and torch operations see the values.
+
+    Most layers pass their mask to the attention function as they get it, and no values are ever computed. A layer may
+    also slice the mask, add to it, or join other keys to it. Any operation but questions for shape, type and device
+    gets the floating point mask of eager attention: 0 where a query sees a key, and the lowest number elsewhere.
+    """
+
+    pattern: Pattern
+    make_values: Callable[[], Tensor]
+    kept: dict[Any, Any]  # what the layers of one forward have made of the pattern
+
+    @staticmethod
+    def make(
+        pattern: Pattern,
+        make_values: Callable[[], Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> ShortMask:
+        """Args: make_values: makes the floating point mask of this shape, dtype and device."""
+        # one NaN, in no memory but its own, so that an operation that does not ask for the values shows
+        mask = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape).as_subclass(ShortMask)
+        mask.pattern, mask.make_values, mask.kept = pattern, make_values, {}
+        return mask
+
+    def values(self) -> Tensor:
+        """The floating point mask, (batch, 1, q_length, num_keys)."""
+        if not may_wait(self):
+            return self.make_values()
+        if "values" not in self.kept:
+            self.kept["values"] = self.make_values()
+        return self.kept["values"]
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _QUESTIONS:
+                return function(*args, **kwargs)
+            if function in (torch.Tensor.detach, torch.Tensor.contiguous):
+                return args[0]
+            if _is_write(function):
+                raise UnsupportedError(
+                    f"attention_mask: expected a model that does not write to its mask, got {function.__name__}"
+                )
+            if function in (torch.Tensor.to, torch.Tensor.cuda) and isinstance(args[0], ShortMask):
+                return args[0]._moved(partial(function, **kwargs), args[1:])
+            return function(*_with_values(args), **{name: _with_values(value) for name, value in kwargs.items()})
+
+    def _moved(self, move: Callable[..., Tensor], args: tuple) -> Tensor:
+        """This mask on another device; its values if they change their type."""
+        if any(isinstance(arg, Tensor) for arg in args):
+            return move(self.values(), *args)
+        example = move(torch.empty((), dtype=self.dtype, device=self.device), *args)
+        if example.dtype != self.dtype:
+            return move(self.values(), *args)
+        if example.device == self.device:
+            return self
+        fields: Any = (x.to(example.device) if isinstance(x, Tensor) else x for x in self.pattern)
+        pattern, make_values = Pattern(*fields), self.make_values
+        return ShortMask.make(
+            pattern, lambda: make_values().to(example.device), tuple(self.shape), self.dtype, example.device
+        )
+
+
+def _with_values(argument: Any) -> Any:
+    if isinstance(argument, ShortMask):
+        return argument.values()
+    if type(argument) in (tuple, list):
+        return type(argument)(_with_values(part) for part in argument)
+    return argument
+
+
+_QUESTIONS = frozenset(
+    (
+        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
+        *(getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "requires_grad")),
+        *(torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.storage_offset),
+        *(torch.Tensor.is_contiguous, torch.Tensor.is_floating_point, torch.is_floating_point, torch.Tensor.__len__),
+    )
+)
+
+
+def _is_write(function: Callable) -> bool:
+    """Whether a torch function changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
+    name = function.__name__
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+    return name.endswith("_")
 
 
 def padding_mask(
@@ -26,91 +137,167 @@ def padding_mask(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> Tensor | None:
-    """The mask that `attention_forward` cannot know by itself: padding, unused cache slots, packed sequences.
+) -> Tensor:
+    """The mask of a forward: its pattern for `attention_forward`, its values for models that compute with their mask.
 
     Args:
         q_length, kv_length: lengths of the attention call; kv_length includes unused slots of a static cache.
         q_offset, kv_offset: positions of the first query and of the first key in the sequence.
         mask_function: the pattern, composed by transformers.
-        attention_mask: (batch, tokens seen so far), True = real token, or None.
-        kwargs: further arguments of transformers' mask functions, which concern whole masks only.
+        attention_mask: (batch, tokens seen so far), True = real token, or None; one of four dimensions is returned.
+        kwargs: further arguments of transformers' mask functions.
 
-    Returns: one of these forms. They have four dimensions because transformers passes such a mask on as it is. All but
-    the last two are combined with the causal mask and the window that a layer knows.
-
-    - None: every key that causal and window leave is real;
-    - int64 (batch_size, 1, 1, 0): every such key is real, and no sequences are packed, so that the layers need not
-      read the positions. An attention mask says so; or there is none, no gradient is recorded, and transformers, which
-      looks for packed sequences only without a cache, has found none;
-    - int64 (batch_size, 1, 1, 1): with a causal mask the first real key of each row; without one the end of the row's
-      real keys, which begin at 0;
-    - int64 (batch_size, 1, 1, 2): the first real key of each row, and the end of its keys;
-    - int32 (1, 1, 1, num_sequences + 1): offsets of packed sequences in the flattened batch;
-    - uint8 (batch_size, 1, 1, kv_length): 1 for each real key, where padding lies between real keys, or may lie there;
-    - int32 (batch_size, 1, q_length, 2), for more than one query: the start and the end of the keys that each query
-      sees, where these are neighbors (chunks of a causal mask, a prefix, blocks). A single query has the fourth form;
-    - bool (batch_size, 1, q_length, kv_length): a whole mask, for any other pattern.
+    Returns: a `ShortMask` of shape (batch_size, 1, q_length, kv_length).
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
     if attention_mask is not None and attention_mask.dim() != 2:
         raise UnsupportedError(f"attention_mask: expected (batch, tokens), got shape {tuple(attention_mask.shape)}")
-    pattern = _recognize(mask_function, kv_offset + kv_length, attention_mask is not None, kwargs)
-    if pattern is not None and pattern.sequence_ids is not None:
-        ids = pattern.sequence_ids.expand(batch_size, -1)
-        if pattern.chunk_size is not None and pattern.positions is not None:
-            return _as_form(*_packed_chunks(ids, pattern.positions, pattern.chunk_size))
-        return cu_seqlens_of(ids)[None, None, None]
-    can_wait = attention_mask is None or _may_wait(attention_mask)
-    if pattern is not None and pattern.chunk_size is not None:
-        low, high = _chunks(pattern, batch_size, q_length, q_offset, device)
-        if attention_mask is None:
-            return _as_form(low - kv_offset, high - kv_offset)
-        if can_wait:
-            is_real = _real_keys(attention_mask, kv_offset, kv_length)
-            rows = RealKeys.of(is_real, q_offset + q_length - kv_offset, 0)
-            if rows.is_simple.all():
-                low = (low - kv_offset).maximum(rows.first[:, None])
-                return _as_form(low, (high - kv_offset).minimum(rows.last[:, None]))
-    elif pattern is not None:
-        # the last causal query stands at the last key, so the slots of a static cache beyond it hold no keys
-        end = q_offset + q_length - kv_offset if pattern.is_causal else kv_length
-        has_slots = isinstance(end, Tensor) or end < kv_length
-        if attention_mask is None:
-            first = torch.zeros(batch_size, dtype=torch.int64, device=device)
-            if has_slots:
-                return _ends(first, end)
-            # transformers looks for packed sequences where there is no cache; in training there may be both
-            return None if torch.is_grad_enabled() else first[:, None, None, None][..., :0]
-        if can_wait and pattern.is_causal:
-            found = _left_padding(attention_mask, kv_offset, kv_length, end)
-            if found is not None:
-                return found
-        is_real = _real_keys(attention_mask, kv_offset, kv_length)
-        if can_wait:
-            rows = RealKeys.of(is_real, end, q_length if pattern.is_causal else 0)
-            is_simple, begins_at_0, is_full = torch.stack(
-                (rows.is_simple.all(), (rows.first == 0).all(), (rows.last == end).all())
-            ).tolist()
-            if is_simple and pattern.is_causal:
-                if has_slots:
-                    return _ends(rows.first, end)
-                return rows.first[:, None, None, None][..., : 0 if begins_at_0 else 1]
-            if is_simple:
-                if begins_at_0:
-                    return rows.last[:, None, None, None][..., : 0 if is_full else 1]
-                return torch.stack((rows.first, rows.last), -1)[:, None, None]
-        if not has_slots:
-            return is_real[:, None, None].to(torch.uint8)
-    from transformers.masking_utils import sdpa_mask
-
-    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "device": device}
     attention_mask = None if attention_mask is None else attention_mask.bool()
-    kwargs |= {"mask_function": mask_function, "attention_mask": attention_mask}
+    call = _Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
+    found = _recognize(mask_function, kv_offset + kv_length, attention_mask is not None, kwargs)
+    if found is not None and found.window is not None and not found.is_causal and q_length != kv_length:
+        found = None
+    make = partial(_values, call, mask_function, kwargs)
+    pattern = None if found is None else _padding(call, found) if found.sequence_ids is None else _packed(call, found)
+    if pattern is None:
+        whole = make(torch.bool)
+        pattern = _without_holes(whole) if may_wait(whole) else Pattern(whole=whole)
+    is_empty = isinstance(q_offset, Tensor) or q_offset == 0
+    if attention_mask is None and q_length > 1 and is_empty and (found is None or found.sequence_ids is None):
+        # a causal cache may have room behind its keys
+        is_self = kv_length == q_length or (found is not None and found.is_causal)
+        pattern = pattern._replace(may_be_packed=is_self, q_offset=q_offset)
+    dtype = kwargs.get("dtype", torch.float32)
+    return ShortMask.make(pattern, partial(make, dtype), (batch_size, 1, q_length, kv_length), dtype, device)
+
+
+class _Call(NamedTuple):
+    """The sizes of a call of `padding_mask`, and its mask of real tokens."""
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor
+    kv_offset: int
+    attention_mask: Tensor | None
+    device: torch.device | str
+
+
+def _values(call: _Call, mask_function: Callable | None, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    """The values of a mask: bool as SDPA takes them, or floating point as eager attention does."""
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    options = options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "dtype": dtype}
     # in some versions of transformers q_offset is a tensor
-    whole = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **kwargs)  # type: ignore[arg-type]
-    return whole if whole is None or not _may_wait(whole) else _without_holes(whole, q_offset + 1 - kv_offset)
+    make: Callable = sdpa_mask if dtype == torch.bool else eager_mask
+    return make(**call._asdict(), mask_function=mask_function, **options)
+
+
+def _packed(call: _Call, found: _Found) -> Pattern:
+    """The pattern of sequences that transformers has found in the positions."""
+    assert found.sequence_ids is not None
+    pattern = Pattern(found.is_causal, found.window, chunk_size=found.chunk_size)
+    ids = found.sequence_ids.expand(call.batch_size, -1)
+    is_start = torch.nn.functional.pad(ids.diff(dim=-1) != 0, (1, 0), value=True)
+    if found.chunk_size is None and may_wait(ids):
+        return pattern._replace(offsets=offsets_of(is_start))
+    return with_ranges(pattern, is_start, positions=found.positions)
+
+
+def _padding(call: _Call, found: _Found) -> Pattern | None:
+    """The pattern of rows of one sequence, with padding or without; None if only values say it."""
+    attention_mask, kv_offset, kv_length = call.attention_mask, call.kv_offset, call.kv_length
+    pattern = Pattern(found.is_causal, found.window, chunk_size=found.chunk_size)
+    # the last causal query stands at the last key, so the slots of a static cache beyond it hold no keys
+    end = call.q_offset + call.q_length - kv_offset if found.is_causal else kv_length
+    has_slots = isinstance(end, Tensor) or end < kv_length
+    pattern = pattern._replace(used=end if has_slots else None)
+    if found.chunk_size is not None:
+        low, high = _chunks(found, call)
+        if attention_mask is not None:
+            if not may_wait(attention_mask):
+                return None
+            rows = RealKeys.of(_real_keys(attention_mask, kv_offset, kv_length), end, 0)
+            if not rows.is_simple.all():
+                return None
+            low, high = low.maximum(rows.first[:, None]), high.minimum(rows.last[:, None])
+        return _of_ranges(low, high)._replace(is_causal=True, chunk_size=found.chunk_size)
+    if attention_mask is None:
+        return pattern
+    if may_wait(attention_mask):
+        simple = _simple_padding(call, pattern, end)
+        if simple is not None:
+            return simple
+    return None if has_slots else pattern._replace(is_real=_real_keys(attention_mask, kv_offset, kv_length))
+
+
+def _simple_padding(call: _Call, pattern: Pattern, end: int | Tensor) -> Pattern | None:
+    """The pattern where the real keys of each row are neighbors; None if they are not."""
+    assert call.attention_mask is not None
+    attention_mask, kv_offset, kv_length = call.attention_mask, call.kv_offset, call.kv_length
+    if pattern.is_causal:
+        found = _left_padding(attention_mask, kv_offset, kv_length, end)
+        if found is not None:
+            return pattern._replace(first=found if found.numel() else None)
+    rows = RealKeys.of(_real_keys(attention_mask, kv_offset, kv_length), end, call.q_length if pattern.is_causal else 0)
+    is_simple, begins_at_0, is_full = torch.stack(
+        (rows.is_simple.all(), (rows.first == 0).all(), (rows.last == end).all())
+    ).tolist()
+    if not is_simple:
+        return None
+    first = None if begins_at_0 else rows.first.to(torch.int32)
+    return pattern._replace(first=first, end=None if is_full or pattern.is_causal else rows.last.to(torch.int32))
+
+
+def with_ranges(
+    pattern: Pattern, is_start: Tensor, q_offset: int | Tensor = 0, positions: Tensor | None = None
+) -> Pattern:
+    """The pattern of rows that are cut into sequences. Nothing is read.
+
+    Args: is_start: (batch, q_length) bool, whether a sequence begins. q_offset: the place of the first query among the
+        keys; where it is not 0, nothing begins. positions: (batch, q_length), those from which chunks are counted.
+    """
+    start, end = sequence_bounds(is_start)
+    own = torch.arange(is_start.shape[1], device=is_start.device) + q_offset
+    low, high = start, own + 1 if pattern.is_causal else end
+    if pattern.chunk_size is not None:
+        low = low.maximum(own - (own - start if positions is None else positions) % pattern.chunk_size)
+    elif pattern.ranges is not None:
+        low, high = low.maximum(pattern.ranges[:, 0, :, 0]), high.minimum(pattern.ranges[:, 0, :, 1])
+    if pattern.window is not None:
+        low = low.maximum(own - pattern.window[0])
+        high = high if pattern.window[1] is None else high.minimum(own + pattern.window[1] + 1)
+    low, high = torch.broadcast_tensors(low, high)
+    return pattern._replace(
+        is_causal=False, window=None, chunk_size=None, used=None, offsets=None, ranges=_ranges(low, high)
+    )
+
+
+def sequence_bounds(is_start: Tensor) -> tuple[Tensor, Tensor]:
+    """The start and the end of the sequence of each token, in tokens of its row, (batch, tokens) each."""
+    seqlen = is_start.shape[1]
+    number = torch.arange(seqlen, device=is_start.device)
+    start = torch.where(is_start, number, 0).cummax(-1).values
+    following = torch.where(is_start, number, seqlen).roll(-1, -1)
+    following = torch.where(number == seqlen - 1, seqlen, following)
+    return start, following.flip(-1).cummin(-1).values.flip(-1)
+
+
+def starts_by_positions(position_ids: Tensor, q_offset: int | Tensor) -> Tensor:
+    """(batch or 1, q_length) bool: where positions return to the minimum of their row; nowhere behind cached keys.
+
+    A model's mask function finds packed sequences by itself, at jumps of positions, if it gets the positions and there
+    is no cache. For all other calls this is the rule: a jump may be what a user has cut out of one sequence.
+    """
+    is_start = position_ids == position_ids.amin(-1, keepdim=True)
+    return is_start & (q_offset == 0) if isinstance(q_offset, Tensor) else is_start
+
+
+def starts_by_offsets(offsets: Tensor, seqlen: int) -> Tensor:
+    """(1, seqlen) bool: where the sequences of a row begin, from their offsets. Nothing is read."""
+    starts = torch.zeros(seqlen + 1, dtype=torch.bool, device=offsets.device)
+    return starts.index_fill(0, offsets.long().clamp(0, seqlen), True)[None, :seqlen]
 
 
 def _real_keys(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
@@ -121,7 +308,9 @@ def _real_keys(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor
 
 
 def _left_padding(attention_mask: Tensor, kv_offset: int, kv_length: int, end: int | Tensor) -> Tensor | None:
-    """The form of a causal mask whose rows have padding on the left at most; None if a row has padding elsewhere.
+    """The first real key of each row of a causal mask, int32 (batch,), or (0,) where there is no padding.
+
+    The result is None if a row has padding elsewhere than on the left.
 
     A model that generates asks for every token, mostly with such rows. This function takes two to seven small operators
     for them, where `RealKeys.of` and what follows it take thirty.
@@ -129,20 +318,19 @@ def _left_padding(attention_mask: Tensor, kv_offset: int, kv_length: int, end: i
     Args: end: the end of the keys; a cache may have room behind it.
     """
     is_real = attention_mask.bool()[:, kv_offset:]
-    batch, seqlen = is_real.shape
+    seqlen = is_real.shape[1]
     if 0 in is_real.shape or seqlen > kv_length or not (isinstance(end, Tensor) or end == seqlen):
         return None
     count = is_real.sum(-1)
     if isinstance(end, Tensor):
         count = torch.where(end == seqlen, count, -1)  # -1 is no count
     counts = count.tolist()
-    has_slots = isinstance(end, Tensor) or end < kv_length
     if all(number == seqlen for number in counts):
-        return _ends(count - seqlen, seqlen) if has_slots else count.new_empty((batch, 1, 1, 0))
+        return count.new_empty(0, dtype=torch.int32)
     first = is_real.view(torch.uint8).argmax(-1)
     if any(start + number != seqlen for start, number in zip(first.tolist(), counts, strict=True)):
         return None
-    return _ends(first, seqlen) if has_slots else first[:, None, None, None]
+    return first.to(torch.int32)
 
 
 class RealKeys(NamedTuple):
@@ -169,77 +357,63 @@ class RealKeys(NamedTuple):
         return cls(first, last, is_simple)
 
 
-def _ends(first: Tensor, end: int | Tensor) -> Tensor:
-    """(batch, 1, 1, 2): first, and one end for all rows."""
-    end = end.to(first) if isinstance(end, Tensor) else torch.full_like(first[:1], end)
-    return torch.stack((first, end.reshape(-1)[:1].expand_as(first)), -1)[:, None, None]
+def _of_ranges(low: Tensor, high: Tensor) -> Pattern:
+    """The pattern in which queries see keys low to high, (batch, q_length) each, as a step of generation if it is one.
 
-
-def _as_form(low: Tensor, high: Tensor) -> Tensor:
-    """The form for ranges of keys, low to high, (batch, q_length) each. A range that ends before its start is empty."""
-    ranges = torch.stack((low.clamp(min=0).minimum(high), high), -1)[:, None]
-    return ranges.to(torch.int64 if low.shape[1] == 1 else torch.int32)
-
-
-def _chunks(
-    pattern: _Pattern, batch_size: int, q_length: int, q_offset: int | Tensor, device: torch.device | str
-) -> tuple[Tensor, Tensor]:
-    """The positions that each query sees, start and end, (batch, q_length) each: its chunk up to the query itself."""
-    assert pattern.chunk_size is not None
-    position = (torch.arange(q_length, device=device) + q_offset).expand(batch_size, -1)
-    in_sequence = position if pattern.left_padding is None else position - pattern.left_padding[:, None]
-    return position - in_sequence % pattern.chunk_size, position + 1
-
-
-def _packed_chunks(sequence_ids: Tensor, positions: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """The start and the end of what each query of packed sequences sees, in tokens of the row: its chunk up to itself.
-
-    Args: sequence_ids, positions: (batch, seqlen); positions count within a sequence.
+    A range that ends before its start is empty.
     """
-    number = torch.arange(sequence_ids.shape[1], device=sequence_ids.device).expand_as(sequence_ids)
-    is_start = torch.nn.functional.pad(sequence_ids.diff(dim=-1) != 0, (1, 0), value=True)
-    start = torch.where(is_start, number, 0).cummax(-1).values
-    return start.maximum(number - positions % chunk_size), number + 1
+    ranges = _ranges(low, high)
+    if low.shape[1] > 1:
+        return Pattern(ranges=ranges)
+    return Pattern(is_causal=True, first=ranges[:, 0, 0, 0].contiguous(), end=ranges[:, 0, 0, 1].contiguous())
 
 
-def _without_holes(whole: Tensor, own_end: int | Tensor) -> Tensor:
-    """A whole mask, (batch, 1, q_length, kv_length), as ranges of keys if each query sees neighbors. One flag is read.
+def _ranges(low: Tensor, high: Tensor) -> Tensor:
+    return torch.stack((low.clamp(min=0).minimum(high), high), -1)[:, None].to(torch.int32)
 
-    Args: own_end: the end of the first query's own key. A single query has to see it, since layers count windows from
-        the last key of such a form.
-    """
-    if 0 in whole.shape or whole.shape[1] != 1 or whole.dtype != torch.bool:
-        return whole
+
+def _chunks(found: _Found, call: _Call) -> tuple[Tensor, Tensor]:
+    """The keys that each query sees, start and end, (batch, q_length) each: its chunk up to the query itself."""
+    assert found.chunk_size is not None
+    position = (torch.arange(call.q_length, device=call.device) + call.q_offset).expand(call.batch_size, -1)
+    in_sequence = position if found.left_padding is None else position - found.left_padding[:, None]
+    return position - in_sequence % found.chunk_size - call.kv_offset, position + 1 - call.kv_offset
+
+
+def _without_holes(whole: Tensor) -> Pattern:
+    """A whole mask, (batch, 1, q_length, kv_length), as ranges of keys where these are neighbors. One flag is read."""
+    if 0 in whole.shape or whole.shape[1] != 1:
+        return Pattern(whole=whole)
     seen = whole[:, 0]
     low = seen.view(torch.uint8).argmax(-1)
-    high = low + seen.sum(-1)
     is_simple = (seen[..., 1:] & ~seen[..., :-1]).sum(-1) + seen[..., 0] <= 1
-    if seen.shape[1] == 1:
-        is_simple &= high == own_end
-    return _as_form(low, high) if is_simple.all() else whole
+    return _of_ranges(low, low + seen.sum(-1)) if is_simple.all() else Pattern(whole=whole)
 
 
-def _may_wait(t: Tensor) -> bool:
+def may_wait(t: Tensor) -> bool:
     """Whether the host may read a value of this tensor."""
     if torch.compiler.is_compiling() or t.is_meta:
         return False
     return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def cu_seqlens_of(sequence_ids: Tensor) -> Tensor:
-    """Offsets of the runs of equal ids in each row, counted over the flattened batch. The host reads their number."""
-    batch, seqlen = sequence_ids.shape
-    is_start = torch.ones(batch, seqlen + 1, dtype=torch.bool, device=sequence_ids.device)[:, :seqlen]
-    is_start[:, 1:] = sequence_ids.diff(dim=-1) != 0
-    starts = is_start.flatten().nonzero().flatten()
-    return torch.nn.functional.pad(starts, (0, 1), value=batch * seqlen).to(torch.int32)
+def offsets_of(is_start: Tensor) -> Tensor:
+    """Offsets of sequences over the flattened batch, int32. The host reads their number.
+
+    Args: is_start: (batch, tokens), where sequences begin, apart from the first one of a row.
+    """
+    starts = is_start.index_fill(1, torch.zeros(1, dtype=torch.int64, device=is_start.device), True).flatten().nonzero()
+    return torch.nn.functional.pad(starts.flatten(), (0, 1), value=is_start.numel()).to(torch.int32)
 
 
 # ---------------------------------------------------------------- patterns
 
 
-class _Pattern(NamedTuple):
+class _Found(NamedTuple):
+    """What the conditions of a mask function say."""
+
     is_causal: bool
+    window: tuple[int, int | None] | None = None
     sequence_ids: Tensor | None = None  # (batch, seqlen) for packed sequences
     positions: Tensor | None = None  # (batch, seqlen), in packed sequences
     chunk_size: int | None = None  # a query sees keys of its own chunk only
@@ -248,7 +422,7 @@ class _Pattern(NamedTuple):
 
 def _recognize(
     mask_function: Callable | None, num_positions: int, has_padding: bool, options: dict[str, Any]
-) -> _Pattern | None:
+) -> _Found | None:
     """The pattern of transformers' composed mask function; None for a pattern that `attention_forward` cannot express.
 
     Args:
@@ -257,25 +431,27 @@ def _recognize(
     """
     if torch.compiler.is_compiling():
         return _recognize_compiled(mask_function, has_padding, **options)
-    found = _Pattern(False)
-    has_window = False
+    found = _Found(False)
     for name, variables in _conditions(mask_function):
         if name == "causal_mask_function":
             found = found._replace(is_causal=True)
-        elif name == "packed_sequence_mask_function":
+        elif name == "packed_sequence_mask_function" and found.sequence_ids is None:
             found = found._replace(sequence_ids=variables["packed_sequence_mask"])
         elif name == "remap_positions_for_packed_sequence":
             found = found._replace(positions=variables["position_ids"])
-        elif name == "chunked_overlay":
+        elif name == "chunked_overlay" and found.chunk_size is None:
             if num_positions > variables["chunk_size"]:  # else everything is still in the first chunk
                 found = found._replace(chunk_size=variables["chunk_size"], left_padding=variables["left_padding"])
-        elif name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
-            has_window = True
+        elif name == "sliding_window_overlay" and found.window is None:
+            found = found._replace(window=(variables["sliding_window"] - 1, None))
+        elif name == "sliding_window_bidirectional_overlay" and found.window is None:
+            found = found._replace(window=(variables["sliding_window"],) * 2)
         elif name != "bidirectional_mask_function":
             return None
-    if found.chunk_size is not None and (has_window or not found.is_causal):
-        return None
-    return found
+    if found.chunk_size is not None:
+        return found if found.is_causal and found.window is None else None
+    is_half = found.window is not None and found.window[1] is None  # the other half is a causal mask's
+    return found if found.is_causal or not is_half else None
 
 
 def _recognize_compiled(
@@ -286,7 +462,7 @@ def _recognize_compiled(
     allow_is_bidirectional_skip: bool = False,
     config: Any = None,
     **kwargs: Any,
-) -> _Pattern | None:
+) -> _Found | None:
     """The pattern as far as it is known under torch.compile, which cannot look into closures.
 
     transformers gives the size of a window or of a chunk, and allows skips where nothing else has been composed.
@@ -294,16 +470,16 @@ def _recognize_compiled(
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
-        return _Pattern(mask_function is causal_mask_function)
+        return _Found(mask_function is causal_mask_function)
     chunk_size = getattr(config, "attention_chunk_size", None)
     if local_size is None or config is None:
         return None
     if allow_is_bidirectional_skip and chunk_size is None:
-        return _Pattern(False)
+        return _Found(False, window=(local_size, local_size))
     if allow_is_causal_skip and chunk_size is None:
-        return _Pattern(True)
+        return _Found(True, window=(local_size - 1, None))
     is_chunked = allow_is_causal_skip and getattr(config, "sliding_window", None) is None and local_size == chunk_size
-    return _Pattern(True, chunk_size=chunk_size) if is_chunked and not has_padding else None
+    return _Found(True, chunk_size=chunk_size) if is_chunked and not has_padding else None
 
 
 def _conditions(mask_function: Callable | None) -> Iterator[tuple[str, dict[str, Any]]]:

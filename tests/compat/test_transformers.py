@@ -19,6 +19,7 @@ from onepass.api.decode import attention_decode  # noqa: E402
 from onepass.api.repeated import RepeatableDecode, repeatable_decode  # noqa: E402
 from onepass.integrations import transformers_masks  # noqa: E402
 from onepass.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
+from onepass.integrations.transformers_masks import Pattern, ShortMask  # noqa: E402
 
 SMALL = {
     "vocab_size": 97,
@@ -226,19 +227,34 @@ def packed_positions():
     return torch.cat([torch.arange(n) for n in PACKED])[None]
 
 
-def test_positions_that_change_in_place():
-    """A tensor of positions keeps what was found in it until it is written to."""
+REFILLS = {
+    "copy_": lambda buffer, values: buffer.copy_(values),
+    "data": lambda buffer, values: buffer.data.copy_(values),
+    "numpy": lambda buffer, values: buffer.numpy().__setitem__(..., values.numpy()),
+    "set_": lambda buffer, values: buffer.set_(values),
+    "an earlier view": lambda buffer, values: buffer.detach().view(-1).copy_(values[0]),
+}
+
+
+@pytest.mark.parametrize("how", REFILLS)
+def test_positions_that_are_refilled(how):
+    """A buffer of positions has the sequences of its present content, however it has been filled."""
+    model = make("Llama", {}, register())
     q, k = torch.randn(1, 4, SEQLEN, 8), torch.randn(1, 2, SEQLEN, 8)
-    positions = packed_positions()
-    packed, again = (attention_forward(Layer(), q, k, k, None, position_ids=positions)[0] for _ in range(2))
-    assert torch.equal(packed, again)
-    positions.copy_(torch.arange(SEQLEN))
-    whole = attention_forward(Layer(), q, k, k, None, position_ids=positions)[0]
-    assert torch.equal(whole, attention_forward(Layer(), q, k, k, None)[0])
-    assert not torch.allclose(whole, packed)
-    with torch.inference_mode():
-        found = attention_forward(Layer(), q, k, k, None, position_ids=packed_positions())[0]
-    torch.testing.assert_close(found, packed)
+    whole, packed = torch.arange(SEQLEN)[None], packed_positions()
+
+    def results(positions):
+        yield attention_forward(Layer(), q, k, k, None, position_ids=positions)[0]
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                yield model(tokens(1), position_ids=positions).logits
+
+    expected = {name: list(results(positions)) for name, positions in (("whole", whole), ("packed", packed))}
+    buffer = whole.clone()
+    for name, positions in (("whole", whole), ("packed", packed), ("whole", whole)):
+        REFILLS[how](buffer, positions.clone())
+        assert all(torch.equal(*pair) for pair in zip(results(buffer), expected[name], strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(*expected.values(), strict=True))
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -251,10 +267,13 @@ def test_packed_by_position_ids(decoders, use_cache):
 
 
 def test_packed_rows_of_a_batch(decoders):
-    """Rows are cut at different positions, which only the mask function sees."""
+    """Rows are cut at different positions; gpt-oss does not give them to its mask function."""
     positions = torch.stack([packed_positions()[0], torch.arange(SEQLEN), torch.arange(SEQLEN) % 7])
-    eager, ours = (model(tokens(), position_ids=positions, use_cache=False).logits for model in decoders)
-    assert_close(ours, eager)
+    eager, ours = decoders
+    rows = zip(tokens().split(1), (PACKED, (SEQLEN,), (7, 4)), strict=True)
+    expected = [torch.cat([eager(part).logits for part in row.split(lengths, 1)], 1) for row, lengths in rows]
+    for use_cache in (False, True):
+        assert_close(ours(tokens(), position_ids=positions, use_cache=use_cache).logits, torch.cat(expected))
 
 
 def test_packed_by_cu_seq_lens(decoders):
@@ -354,7 +373,7 @@ def test_layers_read_nothing(side, is_causal, calls):
         assert reads.count <= 3  # three flags of one tensor
         reads.count = 0
         attention_forward(Layer(), q, k, k, found, is_causal=is_causal)
-        last = found[:, :, -1:] if side == "holes" else found
+        last = ShortMask.make(found.pattern, found.make_values, (BATCH, 1, 1, SEQLEN), found.dtype, "cpu")
         attention_forward(Layer(), q[:, :, -1:], k, k, last, is_causal=is_causal)
         assert reads.count == 0
     names = [name for name, _ in calls]
@@ -415,31 +434,40 @@ def test_left_padding_has_the_form_of_the_general_way(seed, monkeypatch):
         forms = []
         for way in (quick, lambda *a: None):
             monkeypatch.setattr(transformers_masks, "_left_padding", way)
-            forms.append(padding_mask(batch, seqlen - offset, seqlen + slots, start, **arguments))
-        assert forms[0].shape == forms[1].shape
-        assert forms[0].dtype == forms[1].dtype
-        assert torch.equal(*forms)
+            forms.append(padding_mask(batch, seqlen - offset, seqlen + slots, start, **arguments).pattern)
+        for one, other in zip(*forms, strict=True):
+            if isinstance(one, torch.Tensor):
+                assert one.dtype == other.dtype
+                assert torch.equal(one, other)
+            else:
+                assert one == other
 
 
 def test_what_a_mask_keeps(monkeypatch):
-    """A mask forgets what it kept when it is written to, and keeps nothing for the later runs of a CUDA graph."""
+    """A mask keeps what layers have made of it for one forward, and keeps nothing for later runs of a CUDA graph."""
     q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 9, 16)
-    mask = torch.tensor([[3, 9], [1, 7]])[:, None, None]
 
-    def layer(mask):
+    def mask(first, end):
+        pattern = Pattern(is_causal=True, first=torch.tensor(first).int(), end=torch.tensor(end).int())
+        return ShortMask.make(pattern, lambda: None, (2, 1, 1, 9), torch.float32, "cpu")
+
+    def run(mask, layer):
         with torch.no_grad():
-            return attention_forward(Layer(), q, k, k, mask, is_causal=True)[0]
+            return attention_forward(layer, q, k, k, mask)[0]
 
-    layer(mask)  # the first call of its kind
-    before, other = layer(mask), layer(mask.clone() - 1)
-    assert torch.equal(layer(mask), before)
+    layers = Layer(), Layer(), Layer()
+    one, two = mask([3, 1], [9, 7]), mask([2, 0], [8, 6])
+    run(one, layers[0])  # the first call of its kind
+    before, other = run(one, layers[1]), run(two, layers[0])
+    assert torch.equal(run(one, layers[2]), before)
     assert not torch.equal(other, before)
-    mask -= 1
-    assert torch.equal(layer(mask), other)
+    for name in ("first", "end"):
+        getattr(one.pattern, name).sub_(1)
+    assert torch.equal(run(one, layers[0]), other)
     # where the mask of the graph's next run may be another, layers compute from it
-    monkeypatch.setattr(sys.modules[attention_forward.__module__], "_is_capturing", lambda t: True)
+    monkeypatch.setattr(sys.modules[attention_forward.__module__], "may_wait", lambda t: False)
     monkeypatch.setattr(RepeatableDecode, "again", lambda *a: pytest.fail("a call of another run was repeated"))
-    assert torch.equal(layer(mask), other)
+    assert torch.equal(run(one, layers[1]), other)
 
 
 def masks_of_layers(monkeypatch):
@@ -477,7 +505,7 @@ def test_padding_of_a_compiled_model(name, side, monkeypatch):
         forward = torch.compile(model.forward, backend="eager") if implementation == "onepass" else model
         logits = forward(tokens(), attention_mask=mask, use_cache=False).logits[mask.bool()]
         results.append((logits.detach(), weighted_gradient(model, logits)))
-    assert {(tuple(m.shape), m.dtype) for m in made} == {((BATCH, 1, 1, SEQLEN), torch.uint8)}
+    assert all(m.pattern.is_real.shape == (BATCH, SEQLEN) and m.pattern.whole is None for m in made)
     for actual, expected in zip(*results, strict=True):
         assert_close(actual, expected)
 
@@ -488,7 +516,7 @@ def test_a_mask_that_is_ready_stays_as_it_is():
 
     function = masking_utils.causal_mask_function
     first = padding_mask(BATCH, SEQLEN, SEQLEN, mask_function=function, attention_mask=padding("left"))
-    assert first.shape == (BATCH, 1, 1, 1)
+    assert first.pattern.first.tolist() == [SEQLEN - n for n in LENGTHS]
     assert padding_mask(BATCH, SEQLEN, SEQLEN, mask_function=function, attention_mask=first) is first
 
 
@@ -531,7 +559,7 @@ def test_harmless_arguments_pass():
                 "cu_seq_lens_q": torch.tensor([0, 10]),
                 "cu_seq_lens_k": torch.tensor([0, 10]),
             },
-            "position_bias: expected None with packed sequences",
+            "cu_seq_lens_q: expected one row with as many keys as queries where there is a mask or a position bias",
         ),
         ({"cache": object()}, "cache"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, "block_table"),
@@ -587,10 +615,8 @@ def test_masks_with_another_pattern(name):
     """Where every query sees neighbors, ranges of keys say so; else there is a whole mask."""
     eager, ours = (make("Llama", {}, implementation) for implementation in ("eager", register()))
     mask = patterns(ours.config)[name]
-    if name == "and":
-        assert (mask.dtype, mask.shape) == (torch.bool, (BATCH, 1, SEQLEN, SEQLEN))
-    else:
-        assert (mask.dtype, mask.shape) == (torch.int32, (BATCH, 1, SEQLEN, 2))
+    found = mask.pattern.whole if name == "and" else mask.pattern.ranges
+    assert found.shape == (BATCH, 1, SEQLEN, SEQLEN if name == "and" else 2)
     out = ours(tokens(), attention_mask=mask, use_cache=False).logits
     expected = eager(tokens(), attention_mask=patterns(eager.config)[name], use_cache=False).logits
     assert_close(out, expected, padding("left").bool())
@@ -625,8 +651,8 @@ def test_chunks(llama4, side, monkeypatch):
     for model in llama4:
         out = model(tokens(), **options).last_hidden_state[where]
         results.append((out.detach(), weighted_gradient(model, out)))
-    assert (made[0].dtype, made[0].shape) == (torch.int32, (BATCH, 1, SEQLEN, 2))
-    assert made[1] is None or made[1].numel() <= SEQLEN
+    assert made[0].pattern.ranges.shape == (BATCH, 1, SEQLEN, 2)
+    assert made[1].pattern.ranges is None
     for actual, expected in zip(*reversed(results), strict=True):
         assert_close(actual, expected)
 
@@ -649,7 +675,7 @@ def test_chunks_in_a_cache(llama4, side, cache, monkeypatch):
             parts.append(step.last_hidden_state)
         results.append(torch.cat(parts, 1))
     assert_close(*reversed(results), mask.bool())
-    assert all(m is None or m.dtype in (torch.int32, torch.int64) for m in made)
+    assert all(m.pattern.whole is None for m in made)
 
 
 def test_chunks_without_a_mask_wait_for_nothing():
@@ -658,7 +684,7 @@ def test_chunks_without_a_mask_wait_for_nothing():
     config = make("Llama4Text", LLAMA4, register(), head="Model").config
     arguments = {"config": config, "inputs_embeds": torch.zeros(1, 9, 32), "past_key_values": None}
     with HostReads() as reads:
-        assert masking_utils.create_chunked_causal_mask(**arguments, attention_mask=None).shape == (1, 1, 9, 2)
+        assert masking_utils.create_chunked_causal_mask(**arguments, attention_mask=None).pattern.ranges is not None
     assert reads.count == 0
 
 
@@ -669,20 +695,24 @@ def test_chunks_of_a_compiled_model(llama4, monkeypatch):
     torch._dynamo.reset()
     out = torch.compile(ours.forward, backend="eager")(tokens(), use_cache=True).last_hidden_state
     assert_close(out, eager(tokens(), use_cache=True).last_hidden_state)
-    assert (made[0].dtype, made[0].shape) == (torch.int32, (BATCH, 1, SEQLEN, 2))
-    assert made[1] is None
+    assert made[0].pattern.ranges.shape == (BATCH, 1, SEQLEN, 2)
+    assert made[1].pattern.whole is made[1].pattern.is_real is None
 
 
 def test_a_mask_of_a_single_query():
-    """Layers count a window from the last key that a range has, which must then be the query's own."""
+    """A step of generation has the bounds of its keys, which need not end at the query's own key."""
     from transformers import masking_utils
 
     causal = masking_utils.causal_mask_function
     with_blocks = masking_utils.or_masks(causal, lambda b, h, i, j: j == 2)
     without_itself = masking_utils.and_masks(causal, lambda b, h, i, j: j < 5)
-    found = padding_mask(1, 1, 9, q_offset=8, mask_function=with_blocks)
-    assert found.tolist() == [[[[0, 9]]]]
-    assert padding_mask(1, 1, 9, q_offset=8, mask_function=without_itself).shape == (1, 1, 1, 9)
+    q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8)
+    for function, end in ((with_blocks, 9), (without_itself, 5)):
+        found = padding_mask(1, 1, 9, q_offset=8, mask_function=function)
+        assert (found.pattern.first.tolist(), found.pattern.end.tolist()) == ([0], [end])
+        out, _ = attention_forward(Layer(), q, k, k, found)
+        seen = k[:, :, :end].transpose(1, 2)
+        assert_close(out.double(), reference.attention(q.transpose(1, 2), seen, seen).out)
 
 
 def test_one_chunk_is_causal():
@@ -690,7 +720,7 @@ def test_one_chunk_is_causal():
 
     config = make("Llama", {"attention_chunk_size": 9}, register()).config
     arguments = {"config": config, "inputs_embeds": torch.zeros(1, 9, 32), "past_key_values": None}
-    assert masking_utils.create_chunked_causal_mask(**arguments, attention_mask=None) is None
+    assert masking_utils.create_chunked_causal_mask(**arguments, attention_mask=None).pattern.ranges is None
 
 
 def test_a_mask_of_three_dimensions_is_refused():
@@ -704,14 +734,19 @@ def test_a_mask_of_three_dimensions_is_refused():
             attention_forward(Layer(), q, q, q, torch.ones(shape, dtype=torch.bool), is_causal=True)
 
 
-def test_positions_are_not_read_where_a_mask_says_that_all_tokens_are_real(monkeypatch):
-    """What a prompt's positions tell of packed sequences would have to be waited for, in the first layer."""
-
-    def not_asked(*arguments):
-        raise AssertionError("positions were read")
-
-    monkeypatch.setattr("onepass.integrations.transformers._packed_by_positions", not_asked)
+def test_who_reads_positions(monkeypatch):
+    """The first layer of a prompt without a mask reads the positions, and no layer does where there is a mask."""
+    read, module = [], sys.modules[attention_forward.__module__]
+    monkeypatch.setattr(
+        module,
+        "starts_by_positions",
+        lambda p, *a, real=module.starts_by_positions: read.append(p.shape) or real(p, *a),
+    )
     model = make("Llama", {}, register()).eval()
     prompt = tokens(batch=1)
-    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=3)
-    assert found.shape == (1, prompt.shape[1] + 3)
+    model.generate(prompt, do_sample=False, max_new_tokens=3)
+    assert read == [prompt.shape]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            model(prompt, attention_mask=torch.ones_like(prompt))
+    assert len(read) == 1
