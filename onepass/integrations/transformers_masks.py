@@ -154,6 +154,8 @@ def padding_mask(
     if attention_mask is not None and attention_mask.dim() != 2:
         raise UnsupportedError(f"attention_mask: expected (batch, tokens), got shape {tuple(attention_mask.shape)}")
     attention_mask = None if attention_mask is None else attention_mask.bool()
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()  # the length that a static cache counts up in each layer
     call = _Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
     found = _recognize(mask_function, kv_offset + kv_length, attention_mask is not None, kwargs)
     if found is not None and found.window is not None and not found.is_causal and q_length != kv_length:
