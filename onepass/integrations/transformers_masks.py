@@ -77,7 +77,10 @@ class ShortMask(torch.Tensor):
                 return function(*args, **kwargs)
             if function in (torch.Tensor.detach, torch.Tensor.contiguous):
                 return args[0]
-            if _is_write(function):
+            is_target = args and isinstance(args[0], ShortMask)
+            if (is_target and (function in _WRITES or kwargs.get("inplace"))) or isinstance(
+                kwargs.get("out"), ShortMask
+            ):
                 raise UnsupportedError(
                     f"attention_mask: expected a model that does not write to its mask, got {function.__name__}"
                 )
@@ -104,8 +107,10 @@ class ShortMask(torch.Tensor):
 def _with_values(argument: Any) -> Any:
     if isinstance(argument, ShortMask):
         return argument.values()
-    if type(argument) in (tuple, list):
-        return type(argument)(_with_values(part) for part in argument)
+    if isinstance(argument, list):
+        return [_with_values(part) for part in argument]
+    if isinstance(argument, tuple):
+        return tuple([_with_values(part) for part in argument])
     return argument
 
 
@@ -119,12 +124,14 @@ _QUESTIONS = frozenset(
 )
 
 
-def _is_write(function: Callable) -> bool:
-    """Whether a torch function changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
-    name = function.__name__
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
-    return name.endswith("_")
+# what changes its first argument
+_WRITES = frozenset(
+    (
+        *(getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")),
+        *(getattr(torch.Tensor, f"__i{name}__") for name in ("add", "sub", "mul", "and", "or", "xor")),
+        torch.Tensor.__setitem__,
+    )
+)
 
 
 def padding_mask(

@@ -286,6 +286,93 @@ def test_packed_by_cu_seq_lens(decoders):
     assert_close(out, expected)
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_without_a_read(decoders, use_cache, monkeypatch):
+    """While a CUDA graph is captured, nothing is read, and the graph's later runs get other positions."""
+    from transformers import masking_utils
+
+    for module in (sys.modules[attention_forward.__module__], transformers_masks):
+        monkeypatch.setattr(module, "may_wait", lambda t: False)
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda t=None: True)
+    eager, ours = decoders
+    row = tokens(1)
+    expected = torch.cat([eager(part, use_cache=False).logits for part in row.split(PACKED, 1)], 1)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), HostReads() as reads:
+            out = ours(row, position_ids=packed_positions(), use_cache=use_cache).logits
+        if ours.config.model_type != "gpt_oss":  # whose experts are chosen on the host
+            assert reads.count == 0
+        assert_close(out, expected)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_packed_in_a_static_cache(is_full):
+    """A cache that has been used and emptied counts its length in a tensor, which each layer changes."""
+    eager, ours = (make("Llama", {}, implementation) for implementation in ("eager", register()))
+    row, positions = tokens(1), packed_positions()
+    cache = transformers.StaticCache(config=ours.config, max_cache_len=SEQLEN if is_full else 16)
+    expected = torch.cat([eager(part, use_cache=False).logits for part in row.split(PACKED, 1)], 1)
+    for _ in range(2):
+        with torch.no_grad():
+            assert_close(ours(row, position_ids=positions, past_key_values=cache).logits, expected)
+        cache.reset()
+
+
+def offsets():
+    found = torch.tensor([0, *PACKED]).cumsum(0)
+    return {"cu_seq_lens_q": found, "cu_seq_lens_k": found}
+
+
+@pytest.mark.parametrize("mask", ["none", "ones"])
+def test_evaluation_of_packed_sequences(decoders, mask):
+    """Evaluation keeps the cache that a model has by default, and a collator may give a mask of ones."""
+    eager, ours = decoders
+    row = tokens(1)
+    options = {"attention_mask": torch.ones_like(row)} if mask == "ones" else {}
+    with torch.no_grad():
+        out = ours(row, position_ids=packed_positions(), **offsets(), **options).logits
+    assert_close(out, torch.cat([eager(part, use_cache=False).logits for part in row.split(PACKED, 1)], 1))
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_chunks_of_packed_sequences(llama4, use_cache):
+    """Chunks are counted from the start of a sequence, also where only the offsets tell of sequences."""
+    eager, ours = llama4
+    row = tokens(1)
+    expected = torch.cat([eager(part, use_cache=False).last_hidden_state for part in row.split(PACKED, 1)], 1)
+    torch._dynamo.reset()
+    compiled = [torch.compile(ours.forward, backend="eager")] if use_cache else []
+    for forward in (ours.forward, *compiled):
+        out = forward(row, position_ids=packed_positions(), use_cache=use_cache, **offsets()).last_hidden_state
+        assert_close(out, expected)
+
+
+@pytest.mark.parametrize("kind", ["bool", "lowest", "infinity"])
+def test_a_mask_of_four_dimensions_with_packed_sequences(decoders, kind):
+    """A query sees keys of its own sequence that the mask leaves."""
+    eager, ours = decoders
+    seen = torch.rand(1, 1, SEQLEN, SEQLEN, generator=torch.Generator().manual_seed(2)) < 0.7
+    seen |= torch.eye(SEQLEN, dtype=torch.bool)
+    sequence = torch.arange(3).repeat_interleave(torch.tensor(PACKED))
+    hidden = torch.finfo(torch.float32).min if kind == "lowest" else -torch.inf
+    mask = seen if kind == "bool" else torch.where(seen, 0.0, hidden)
+    both = torch.where(seen & (sequence[:, None] == sequence), 0.0, torch.finfo(torch.float32).min)
+    row, positions = tokens(1), packed_positions()
+    out = ours(row, position_ids=positions, attention_mask=mask, **offsets()).logits
+    assert_close(out, eager(row, position_ids=positions, attention_mask=both).logits)
+
+
+def test_a_jump_of_positions_cuts_nothing_in_a_cache():
+    """Without a cache transformers takes a jump for the start of a sequence, which its own implementations do, too."""
+    eager, ours = (make("Llama", {}, implementation) for implementation in ("eager", register()))
+    jump = torch.cat((torch.arange(8), torch.arange(40, 43)))[None]
+    for use_cache in (False, True):
+        expected = eager(tokens(1), position_ids=jump, use_cache=use_cache).logits
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert_close(ours(tokens(1), position_ids=jump, use_cache=use_cache).logits, expected)
+
+
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_encoder(side):
     extra = {"type_vocab_size": 2, "num_key_value_heads": None}
@@ -306,6 +393,23 @@ def test_encoder_with_a_window(side):
         for implementation in ("eager", register())
     )
     assert_close(ours, eager, None if mask is None else mask.bool())
+
+
+@pytest.mark.parametrize(("side", "is_compiled"), [("none", False), ("left", False), ("right", False), ("right", True)])
+def test_encoder_whose_window_includes_both_ends(side, is_compiled):
+    """T5Gemma gives its layers another window than its mask function has; the mask counts."""
+    sizes = {name: value for name, value in SMALL.items() if name not in ("max_position_embeddings", "eos_token_id")}
+    sizes |= {"sliding_window": 3, "eos_token_id": 2}
+    config = transformers.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=97)
+    mask = None if side == "none" else padding(side)
+    results = []
+    torch._dynamo.reset()
+    for implementation in ("eager", register()):
+        torch.manual_seed(0)
+        encoder = transformers.T5GemmaModel._from_config(config, attn_implementation=implementation).eval().encoder
+        forward = torch.compile(encoder.forward, backend="eager") if is_compiled else encoder
+        results.append(forward(tokens(), attention_mask=mask).last_hidden_state)
+    assert_close(*reversed(results), None if mask is None else mask.bool())
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -520,6 +624,105 @@ def test_a_mask_that_is_ready_stays_as_it_is():
     assert padding_mask(BATCH, SEQLEN, SEQLEN, mask_function=function, attention_mask=first) is first
 
 
+# --- models that compute with their mask ------------------------------------------------------------------------------
+
+
+def causal_mask(dtype=torch.float32):
+    from transformers import masking_utils
+
+    return padding_mask(2, 4, 4, mask_function=masking_utils.causal_mask_function, dtype=dtype)
+
+
+EDITS = {
+    "slice": lambda m: m[..., :3],
+    "join": lambda m: torch.cat([m, torch.zeros(2, 1, 4, 2)], -1),
+    "sum": lambda m: 1 + m + torch.ones(4),
+    "hide": lambda m: m.masked_fill(m == 0, -1.0),
+    "select": lambda m: torch.where(m[:, 0] == 0, 1.0, 2.0),
+    "another type": lambda m: m.to(torch.float64).bool().logical_not(),
+    "write elsewhere": lambda m: torch.zeros(2, 1, 4, 4).add_(m),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_values_of_a_mask(name, is_compiled):
+    """To a model a mask is the floating point mask of eager attention, whatever the model does with it."""
+    from transformers import masking_utils
+
+    expected = masking_utils.eager_mask(2, 4, 4, mask_function=masking_utils.causal_mask_function)
+    torch._dynamo.reset()
+    edit = lambda: EDITS[name](causal_mask())  # noqa: E731
+    found = (torch.compile(edit, backend="eager", fullgraph=True) if is_compiled else edit)()
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, EDITS[name](expected))
+
+
+def test_a_mask_that_moves():
+    """A model on several devices sends its mask along, and no value is computed for that."""
+    mask = causal_mask()
+    assert mask.to("cpu") is mask.contiguous() is mask.detach() is mask
+    moved = mask.to("meta")
+    assert isinstance(moved, ShortMask)
+    assert (moved.device.type, moved.shape, moved.dtype) == ("meta", mask.shape, mask.dtype)
+    assert mask.kept == {}
+    assert causal_mask(torch.bfloat16).dtype == causal_mask(torch.bfloat16).clone().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m: m.add_(1),
+        lambda m: m.__setitem__(0, 1.0),
+        lambda m: m.__iadd__(1),
+        lambda m: torch.add(m, 1, out=m),
+        lambda m: torch.nn.functional.relu(m, inplace=True),
+    ],
+)
+def test_a_model_that_writes_to_its_mask_is_refused(write):
+    with pytest.raises(NotImplementedError, match="attention_mask: expected a model that does not write to its mask"):
+        write(causal_mask())
+
+
+def test_keys_that_an_indexer_chooses():
+    q, k = torch.randn(2, 4, 4, 8), torch.randn(2, 2, 4, 8)
+    indices = torch.tensor([[0, 3], [0, -1], [1, 2], [3, 0]]).expand(2, 4, 2)
+    chosen = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]).bool()  # and not in the future
+    expected = attention_forward(Layer(), q, k, k, chosen[None, None])[0]
+    bool_mask = torch.ones(4, 4).tril().bool()[None, None]
+    for mask in (causal_mask(), causal_mask().clone(), bool_mask):
+        assert_close(attention_forward(Layer(), q, k, k, mask, indices=indices)[0], expected)
+
+
+def test_compressed_keys_do_not_leak_the_future():
+    """DeepSeek-V4 joins compressed keys to its keys and, if there is a mask, to the mask."""
+    config = transformers.DeepseekV4Config(
+        **SMALL | {"num_key_value_heads": 1, "eos_token_id": 2},
+        q_lora_rank=16,
+        moe_intermediate_size=32,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        index_topk=2,
+        index_n_heads=2,
+        index_head_dim=16,
+        sliding_window=4,
+        o_groups=1,
+        o_lora_rank=16,
+        qk_rope_head_dim=8,
+        layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+        num_hash_layers=0,
+    )
+    results = []
+    for implementation in ("eager", register()):
+        torch.manual_seed(0)
+        model = transformers.DeepseekV4ForCausalLM._from_config(config, attn_implementation=implementation).eval()
+        rows = torch.randint(3, 97, (1, 150), generator=torch.Generator().manual_seed(1)).repeat(2, 1)
+        rows[1, 140:] = 5
+        results.append(model(rows).logits)
+        assert_close(results[-1][1, :140], results[-1][0, :140])
+    assert_close(*reversed(results))
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -574,6 +777,12 @@ def test_harmless_arguments_pass():
             },
             "cu_seq_lens_q: expected None where attention_mask has padding",
         ),
+        ({"cu_seq_lens_q": torch.tensor([0, 10])}, "cu_seq_lens_k: expected offsets, as cu_seq_lens_q has, got None"),
+        ({"cu_seq_lens_k": torch.tensor([0, 10])}, "cu_seq_lens_q: expected offsets, as cu_seq_lens_k has, got None"),
+        ({"attention_mask": torch.zeros(1, 1, 2, 2, dtype=torch.int32)}, "this model makes its own mask"),
+        ({"attention_mask": torch.ones(2, 1, 1, 2, dtype=torch.int64)}, "this model makes its own mask"),
+        ({"attention_mask": torch.ones(2, 1, 1, 5, dtype=torch.uint8)}, "this model makes its own mask"),
+        ({"indices": torch.zeros(2, 5, 3, dtype=torch.long)}, "indices: expected .* attention_mask of shape None"),
         ({"sliding_window": 0}, "sliding_window: expected at least 1, the query's own key, or None, got 0"),
         ({"sliding_window": -1}, "sliding_window: expected at least 1, .*, got -1"),
     ],
@@ -586,6 +795,21 @@ def test_refusals(kwargs, match):
 def test_unknown_alignment_is_refused():
     with pytest.raises(ValueError, match="is_causal: expected a bool here or as an attribute of Module"):
         call(torch.nn.Module())
+
+
+def test_a_whole_mask_needs_no_alignment():
+    q, mask = torch.randn(1, 2, 5, 8), torch.rand(1, 1, 5, 5) < 0.7
+    out, _ = attention_forward(torch.nn.Module(), q, q, q, mask)
+    assert torch.equal(out, attention_forward(Layer(), q, q, q, mask)[0])
+
+
+def test_more_keys_than_queries_without_a_mask():
+    """A causal layer cannot know where its queries stand; a single query sees every key."""
+    q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 5, 8)
+    with pytest.raises(NotImplementedError, match="attention_mask: expected a mask where a causal layer has 2 queries"):
+        attention_forward(Layer(), q, k, k, None)
+    attention_forward(Layer(), q[:, :, :1], k, k, None)
+    attention_forward(Layer(), q, k, k, None, is_causal=False)
 
 
 def test_output_attentions_of_a_model_is_refused():
