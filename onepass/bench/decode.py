@@ -162,21 +162,22 @@ def flash_attention_3_run(is_prepared: bool = False) -> Run:
     Raises: ImportError where no package has the function.
     """
     module = _flash_attention_3()
-    metadata: dict[tuple, Any] = {}
+    metadata: dict[tuple, tuple[Tensor, Any]] = {}  # with its lengths, which keep their id to themselves
 
     def run(step: Step) -> Tensor:
         q, k_cache, v_cache, lengths, table = step
         more = {} if table is None else {"page_table": table}
         if is_prepared:
-            key = lengths.data_ptr(), q.shape, k_cache.shape
+            key = id(lengths), q.shape, k_cache.shape
             if key not in metadata:
                 capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
                 sizes = q.shape[0], q.shape[1], capacity, q.shape[2], k_cache.shape[2], q.shape[3]
                 page_size = None if table is None else k_cache.shape[1]
-                metadata[key] = module.get_scheduler_metadata(
+                made = module.get_scheduler_metadata(
                     *sizes, lengths, qkv_dtype=q.dtype, page_size=page_size, causal=True, num_splits=0
                 )
-            more["scheduler_metadata"] = metadata[key]
+                metadata[key] = lengths, made
+            _, more["scheduler_metadata"] = metadata[key]
         out = module.flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=lengths, causal=True, num_splits=0, **more
         )

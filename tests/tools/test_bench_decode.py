@@ -195,6 +195,23 @@ def test_suite_beside_flash_attention_3(suite, monkeypatch, tmp_path, capsys):
     assert "built without pages" in capsys.readouterr().out
 
 
+def test_prepared_metadata_belongs_to_its_lengths(monkeypatch):
+    """Other lengths may come to lie where those of an earlier step were."""
+    given = []
+    module = SimpleNamespace(
+        flash_attn_with_kvcache=lambda q, k, v, scheduler_metadata, **options: given.append(scheduler_metadata) or q,
+        get_scheduler_metadata=lambda *arguments, **options: tuple(arguments[-1].tolist()),
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    run = bench.flash_attention_3_run(is_prepared=True)
+    q, cache, lengths = torch.zeros(1, 1, 2, 8), torch.zeros(1, 64, 2, 8), torch.full((1,), 64)
+    step = bench.Step(q, cache, cache, lengths)
+    run(step)
+    run(step)
+    run(step._replace(cache_seqlens=lengths.detach().fill_(5)))
+    assert given == [(64,), (64,), (5,)]
+
+
 def test_suite_says_what_is_wrong(suite, monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "variant_run", lambda *chosen: 2 * bench.onepass_run("tiled")(chosen[-1]))
     arguments = ["--cases", "b1k1024h8/2d64", "--no-grid", "--out", str(tmp_path / "out.json")]
