@@ -25,7 +25,7 @@ from ..api.decode import attention_decode
 from ..api.repeated import repeatable_decode
 from ..compat.masks import four_dimensional, mask_arguments
 from ..dispatch import ahead
-from ..errors import UnsupportedError
+from ..errors import REFUSALS, UnsupportedError, renamed
 from .transformers_masks import (
     Pattern,
     ShortMask,
@@ -73,6 +73,22 @@ _IRRELEVANT = frozenset(
         "use_cache",
     }
 )
+
+
+# What a caller of transformers' function calls the arguments of `onepass.attention`.
+_CALLERS_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "bias": "position_bias",
+    "sinks": "s_aux",
+    "softmax_scale": "scaling",
+    "dropout_p": "dropout",
+    "cu_seqlens_q": "cu_seq_lens_q",
+    "cu_seqlens_k": "cu_seq_lens_k",
+    "max_seqlen_q": "max_length_q",
+    "max_seqlen_k": "max_length_k",
+}
 
 
 def attention_forward(
@@ -128,7 +144,8 @@ def attention_forward(
     Outputs at padding on the right are arbitrary. The host reads no value, except by the first layer that gets
     position_ids without a mask, and without a cache or with an empty one.
 
-    Raises: NotImplementedError naming an argument that is not supported.
+    Raises: NotImplementedError naming an argument that is not supported; ValueError or TypeError naming one whose value
+        is not allowed.
     """
     _refuse_unknown(kwargs)
     memory = _memory_of(attention_mask, module, query)
@@ -160,17 +177,15 @@ def attention_forward(
     sequences = _Sequences.given(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, pattern, q)
     if sequences is None:
         sequences = _Sequences.found(pattern, position_ids, memory, q)
-    if sequences is not None:
-        is_plain = pattern.is_real is pattern.whole is pattern.ranges is pattern.chunk_size is None
-        if is_plain and "bias" not in options and sequences.offsets is not None:
-            return _packed(q, k, v, sequences, pattern, options), None
-        pattern = _cut(pattern, sequences, q, k)
-    elif pattern.is_causal and attention_mask is None and 1 < q.shape[1] < k.shape[1]:
+    if sequences is attention_mask is None and pattern.is_causal and 1 < q.shape[1] < k.shape[1]:
         raise UnsupportedError(
             f"attention_mask: expected a mask where a causal layer has {q.shape[1]} queries and more keys, "
             f"{k.shape[1]}, got None, which does not say where the queries stand"
         )
-    return _attend(q, k, v, pattern, options, memory, layer), None
+    try:
+        return _attend(q, k, v, pattern, sequences, options, memory, layer), None
+    except REFUSALS as error:
+        raise renamed(error, _CALLERS_NAMES) from None
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
@@ -378,11 +393,17 @@ def _attend(
     k: Tensor,
     v: Tensor,
     pattern: Pattern,
+    sequences: _Sequences | None,
     options: dict[str, Any],
     memory: dict[Any, Any] | None,
     layer: tuple,
 ) -> Tensor:
-    """Attention of dense tensors. Args: memory: see `_memory_of`. layer: the options of a layer that repeats a call."""
+    """Attention of a pattern. Args: memory: see `_memory_of`. layer: the options of a layer that repeats a call."""
+    if sequences is not None:
+        is_plain = pattern.is_real is pattern.whole is pattern.ranges is pattern.chunk_size is None
+        if is_plain and "bias" not in options and sequences.offsets is not None:
+            return _packed(q, k, v, sequences, pattern, options)
+        pattern = _cut(pattern, sequences, q, k)
     if pattern.whole is not None:
         mask = pattern.whole[..., : k.shape[1]]
         return _masked(q, k, v, mask, {"causal": False, "window": None, **options})

@@ -792,6 +792,26 @@ def test_refusals(kwargs, match):
         call(**kwargs)
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"dropout": 2.0}, "dropout: expected"),
+        ({"softcap": -1.0}, "softcap: expected"),
+        ({"scaling": float("nan")}, "scaling: expected"),
+        ({"s_aux": torch.zeros(3)}, "s_aux: expected"),
+        ({"position_bias": torch.zeros(1, 3, 5, 5)}, "position_bias: expected"),
+        (
+            {"cu_seq_lens_q": torch.zeros(1, 2).int(), "cu_seq_lens_k": torch.zeros(1, 2).int()},
+            "cu_seq_lens_q: expected",
+        ),
+    ],
+)
+def test_values_that_are_not_allowed(kwargs, match):
+    """A message has the name that the caller has given the argument."""
+    with pytest.raises(ValueError, match=match):
+        call(**kwargs)
+
+
 def test_unknown_alignment_is_refused():
     with pytest.raises(ValueError, match="is_causal: expected a bool here or as an attribute of Module"):
         call(torch.nn.Module())
