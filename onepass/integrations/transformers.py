@@ -140,8 +140,8 @@ def attention_forward(
             with the result of `padding_mask` or a floating point mask; numbers below 0 choose nothing.
         kwargs: arguments that are known to be irrelevant, or are None or False; any other one raises.
 
-    Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None in place of attention weights.
-    Outputs at padding on the right are arbitrary. The host reads no value, except by the first layer that gets
+    Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None, because there are no attention
+    weights. Outputs at padding on the right are arbitrary. The host reads no value, except by the first layer that gets
     position_ids without a mask, and without a cache or with an empty one.
 
     Raises: NotImplementedError naming an argument that is not supported; ValueError or TypeError naming one whose value

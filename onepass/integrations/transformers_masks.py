@@ -78,33 +78,33 @@ class ShortMask(torch.Tensor):
             if function in (torch.Tensor.detach, torch.Tensor.contiguous):
                 return args[0]
             is_target = args and isinstance(args[0], ShortMask)
-            if (is_target and (function in _WRITES or kwargs.get("inplace"))) or isinstance(
-                kwargs.get("out"), ShortMask
-            ):
+            is_write = is_target and (function in _WRITES or kwargs.get("inplace"))
+            if is_write or isinstance(kwargs.get("out"), ShortMask):
                 raise UnsupportedError(
                     f"attention_mask: expected a model that does not write to its mask, got {function.__name__}"
                 )
-            if function in (torch.Tensor.to, torch.Tensor.cuda) and isinstance(args[0], ShortMask):
+            if function in _MOVES and is_target:
                 return args[0]._moved(partial(function, **kwargs), args[1:])
             return function(*_with_values(args), **{name: _with_values(value) for name, value in kwargs.items()})
 
     def _moved(self, move: Callable[..., Tensor], args: tuple) -> Tensor:
-        """This mask on another device; its values if they change their type."""
+        """This mask on another device or in another floating point type, as frameworks send it to each layer."""
         if any(isinstance(arg, Tensor) for arg in args):
             return move(self.values(), *args)
         example = move(torch.empty((), dtype=self.dtype, device=self.device), *args)
-        if example.dtype != self.dtype:
+        if not example.is_floating_point():
             return move(self.values(), *args)
-        if example.device == self.device:
+        if (example.dtype, example.device) == (self.dtype, self.device):
             return self
         fields: Any = (x.to(example.device) if isinstance(x, Tensor) else x for x in self.pattern)
-        pattern, make_values = Pattern(*fields), self.make_values
+        make_values = self.make_values
         return ShortMask.make(
-            pattern, lambda: make_values().to(example.device), tuple(self.shape), self.dtype, example.device
+            Pattern(*fields), lambda: move(make_values(), *args), tuple(self.shape), example.dtype, example.device
         )
 
 
 def _with_values(argument: Any) -> Any:
+    """An argument of a torch function. torch.compile does not come here for a tuple of masks, only for a list."""
     if isinstance(argument, ShortMask):
         return argument.values()
     if isinstance(argument, list):
@@ -124,6 +124,7 @@ _QUESTIONS = frozenset(
 )
 
 
+_MOVES = frozenset(getattr(torch.Tensor, name) for name in ("to", "cuda", "cpu", "float", "half", "bfloat16"))
 # what changes its first argument
 _WRITES = frozenset(
     (
@@ -168,7 +169,9 @@ def padding_mask(
     if found is not None and found.window is not None and not found.is_causal and q_length != kv_length:
         found = None
     make = partial(_values, call, mask_function, kwargs)
-    pattern = None if found is None else _padding(call, found) if found.sequence_ids is None else _packed(call, found)
+    pattern = None
+    if found is not None:
+        pattern = _padding(call, found) if found.sequence_ids is None else _packed(call, found)
     if pattern is None:
         whole = make(torch.bool)
         pattern = _without_holes(whole) if may_wait(whole) else Pattern(whole=whole)

@@ -659,13 +659,14 @@ def test_values_of_a_mask(name, is_compiled):
 
 
 def test_a_mask_that_moves():
-    """A model on several devices sends its mask along, and no value is computed for that."""
+    """A model on several devices, or in mixed precision, sends its mask along, and no value is computed for that."""
     mask = causal_mask()
     assert mask.to("cpu") is mask.contiguous() is mask.detach() is mask
-    moved = mask.to("meta")
-    assert isinstance(moved, ShortMask)
-    assert (moved.device.type, moved.shape, moved.dtype) == ("meta", mask.shape, mask.dtype)
-    assert mask.kept == {}
+    for moved, device, dtype in ((mask.to("meta"), "meta", mask.dtype), (mask.to(torch.float64), "cpu", torch.float64)):
+        assert isinstance(moved, ShortMask)
+        assert (moved.device.type, moved.shape, moved.dtype) == (device, mask.shape, dtype)
+        assert mask.kept == moved.kept == {}
+    assert torch.equal(mask.to(torch.float64).clone(), mask.clone().double())
     assert causal_mask(torch.bfloat16).dtype == causal_mask(torch.bfloat16).clone().dtype == torch.bfloat16
 
 
