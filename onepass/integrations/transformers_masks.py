@@ -36,7 +36,7 @@ class Pattern(NamedTuple):
 
 
 class ShortMask(torch.Tensor):
-    """A mask of which a layer reads the pattern, and torch operations see the values.
+    """A mask that is a pattern to the attention function, and a tensor of values to every torch operation.
 
     Most layers pass their mask to the attention function as they get it, and no values are ever computed. A layer may
     also slice the mask, add to it, or join other keys to it. Any operation but questions for shape, type and device

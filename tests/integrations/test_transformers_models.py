@@ -103,7 +103,7 @@ COMPILED = ["gemma2", "gpt_oss"]
 DOCUMENTS = (5, 7)
 TOKENS = torch.randint(3, 97, (1, 12), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
-JUMP = torch.cat((torch.arange(9), torch.arange(40, 43)))[None]  # one sequence, of which a part has been cut out
+JUMP = torch.cat((torch.arange(9), torch.arange(40, 43)))[None]  # one sequence whose middle is missing
 REAL = torch.ones(2, 12, dtype=torch.long)
 REAL[1, :4] = 0
 
