@@ -1,6 +1,5 @@
 """The backend `cpu`: torch's C++ operators, with what onepass promises."""
 
-import contextlib
 import itertools
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import cpu, tiled
+from onepass import cpu, reference, tiled
 from onepass.cpu import operators
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing import random_call
@@ -53,22 +52,23 @@ def problem_of(q, k, v, mask=Mask(), **changes):  # noqa: B008  # it is frozen
 
 
 def for_the_backend(dtype, seeds, max_seqlen):
-    """Random calls without what the backend refuses."""
+    """Random calls without what the backend refuses. A left side of a window is there if it may hide no key."""
     for seed in seeds:
         call = random_call(seed, "cpu", max_seqlen, dtype)
         options = {name: value for name, value in call.options.items() if name not in REFUSED}
-        if "window" in options:
-            options["window"] = (None, options["window"][1])
+        if (left := options.get("window", (None,))[0]) is not None:
+            # the window reaches back from 2 keys before the first key to 1 key after it
+            options["window"] = (max(call.tensors["k"].shape[-3], 1) + left % 4 - 2, options["window"][1])
         call = replace(call, options=options)
-        with contextlib.suppress(AssertionError):
-            if onepass.supports(**call.tensors, **options).backend == "cpu":
-                yield call
+        if onepass.supports(**call.tensors, **options).backend == "cpu":
+            yield call
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_random_calls(dtype, count):
-    calls = list(itertools.islice(for_the_backend(dtype, itertools.count(), 160), 25))
+    calls = list(itertools.islice(for_the_backend(dtype, itertools.count(), 160), 32))
     assert sum(call.is_packed for call in calls) > 3
+    assert sum(call.options.get("window", (None,))[0] is not None for call in calls) > 1
     for call in calls:
         call.check(with_floor=True, through_lse=False)
     assert count["_forward"] > 25
@@ -244,10 +244,23 @@ def test_what_tiled_takes(name):
         onepass.attention(q, k, v, **REFUSALS[name], backend="cpu")
 
 
-def test_a_window_that_hides_nothing(count):
-    q, k, v = qkv()
-    torch.testing.assert_close(onepass.attention(q, k, v, window=(24, 24)), onepass.attention(q, k, v))
-    assert count["_forward"] == 2
+@pytest.mark.parametrize("lengths", [(24, 24), (12, 24), (24, 12)], ids=str)
+def test_windows_about_as_long_as_the_keys(lengths, count):
+    """The first widths hide a key of some query and the others hide none, whatever computes them."""
+    leaves = [t.requires_grad_() for t in qkv(*lengths, dtype=torch.float64, batch=1)]
+    longest = lengths[1]
+    widths = range(longest - 2, longest + 2)
+    windows = [*((n, None) for n in widths), *((None, n) for n in widths), *((n, n) for n in widths)]
+    for window in (*windows, *((n, 0) for n in widths), *((None, -n) for n in widths)):
+        out, lse = onepass.attention(*leaves, window=window, return_lse=True)
+        expected = reference.attention(*leaves, window=window)
+        dout = torch.randn_like(out)
+        results = [
+            (x.detach(), y.detach(), *torch.autograd.grad(x, leaves, dout)) for x, y in ((out, lse), expected)
+        ]
+        for mine, right in zip(*results, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12, msg=f"{window}")
+    assert count["_forward"] > 8
 
 
 def test_other_devices_and_head_dims():
