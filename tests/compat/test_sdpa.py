@@ -168,6 +168,31 @@ def test_masks_of_the_lowest_number(dtype, shape):
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=4 * tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lowest", [-1e4, -(2.0**14) - 16, -(2.0**15), -65504.0, -(2.0**30)])
+def test_rows_of_low_numbers_alone_lose_nothing_to_them(dtype, lowest):
+    """Softmax does not change if all of a row moves, but scores beside such numbers would be rounded to them."""
+    if dtype == torch.float16 and lowest < -65504:
+        lowest = -65504.0
+    qkv = tensors((2, 3, 6, 64), (2, 3, 40, 64), dtype=dtype)
+    mask = torch.zeros(6, 40, dtype=dtype)
+    mask[2] = lowest
+    mask[3], mask[3, 5:9] = -torch.inf, lowest
+    near = torch.where(mask == lowest, 0.0, mask)
+    leaves, given = ([t.clone().requires_grad_() for t in x] for x in (qkv, (t.double() for t in qkv)))
+    out = scaled_dot_product_attention(*leaves, attn_mask=mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(*given, attn_mask=near.double())
+    dout = randn(*out.shape, dtype=torch.float64)
+    results = [
+        (x.detach().double(), *(g.double() for g in torch.autograd.grad(x, y, dout.to(x.dtype))))
+        for x, y in ((out, leaves), (expected, given))
+    ]
+    # the scores of a mask above -2^14 keep 10 bits of their fraction
+    tolerance = max(4 * torch.finfo(dtype).eps, 2.0**-10 if lowest >= -(2.0**14) else 0.0)
+    for mine, right in zip(*results, strict=True):
+        torch.testing.assert_close(mine, right, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("shape", [(5, 7), (1, 7), (5, 1), (3, 5, 7), (2, 1, 5, 7), (2, 3, 5, 7)])
 def test_mask_shapes_and_gradient(shape):
     qkv = tensors((2, 3, 5, 8), (2, 3, 7, 8))

@@ -134,6 +134,30 @@ def test_any_strides(make, count):
     assert count == {"_forward": 1, "_backward": 1}
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["dense", "packed", "cache"])
+def test_two_partial_results_of_16_bits_are_not_merged(kind, dtype, count):
+    """Rows whose keys lie in two regions would be rounded once for each region, and once more where they are merged."""
+    q, k, v = qkv(12, 24, dtype=dtype, batch=1)
+    offsets_q, offsets_k = (torch.tensor([0, n], dtype=torch.int32) for n in (12, 24))
+
+    def run(backend=None):
+        if kind == "cache":
+            call = {"k_cache": k, "v_cache": v, "cache_seqlens": offsets_k[1:]}
+            return onepass.attention_decode(q, **call, causal=True, backend=backend)
+        if kind == "packed":
+            offsets = {"cu_seqlens_q": offsets_q, "cu_seqlens_k": offsets_k}
+            return onepass.attention_varlen(q[0], k[0], v[0], **offsets, causal=True, backend=backend)
+        return onepass.attention(q, k, v, causal=True, backend=backend)
+
+    out = run()
+    assert count["_forward"] == (0 if dtype.itemsize == 2 else 2)
+    expected = run("tiled")
+    if dtype.itemsize == 2:
+        assert torch.equal(out, expected)
+    torch.testing.assert_close(out, expected)
+
+
 # ---------------------------------------------------------------- promises
 
 

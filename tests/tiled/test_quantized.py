@@ -413,6 +413,25 @@ def test_descales_of_packed_blocks_lie_where_they_are_said_to():
     torch.testing.assert_close(quantized.k_descale[:, start : start + 3], expected / 448.0)
 
 
+@pytest.mark.parametrize("centered", CENTERED, ids=str)
+def test_sinks_of_any_size_beside_means(centered):
+    """A sink of +inf takes all of the probability, one of -inf or of -1e4 takes none, and 100 is above every score."""
+    q, k, v = make()
+    sinks = torch.tensor([math.inf, -math.inf, -1e4, 100.0])
+    options = {"window": (None, -100)}  # the first rows see no key
+    quantized = onepass.quantize_fp8(q, k, v + 3, **centered)
+    out, lse = onepass.attention(quantized, **options, sinks=sinks, return_lse=True)
+    without, lse_without = onepass.attention(quantized, **options, return_lse=True)
+    assert out.isfinite().all()
+    is_empty = lse_without == -torch.inf
+    assert is_empty.any()
+    assert not is_empty.all()
+    torch.testing.assert_close(lse, torch.where(is_empty, sinks[:, None], torch.logaddexp(lse_without, sinks[:, None])))
+    share = torch.where(is_empty, 0.0, torch.exp(lse_without - lse)).transpose(1, 2)[..., None]
+    share[:, :, 0] = 0.0
+    torch.testing.assert_close(out, without * share, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_rows_of_no_sequence_reach_no_scale(granularity):
     (q, k, v), cu = make_packed()

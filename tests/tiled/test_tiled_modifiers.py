@@ -105,6 +105,31 @@ def check(seed):
         atol = 1e-6 if name == "alibi_slopes" else 1e-9  # these are float32
         torch.testing.assert_close(actual.double(), right, rtol=atol, atol=atol, msg=f"{message}: {name}")
 
+    # NaN or infinity of a key reaches the rows that see it, and no others
+    visible = reference.pairs_of(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        problem.mask,
+        **{name: x for name, x in options.items() if name not in ("causal", "window", "softcap", "sinks")},
+    ).visible.expand(batch, heads, seqlen_q, seqlen_k)
+    seen_by = visible.unflatten(1, (num_kv, group)).any(2)  # (batch, num_kv, seqlen_q, seqlen_k)
+    unseen = ~seen_by.any(2).transpose(1, 2)  # (batch, seqlen_k, num_kv)
+    key = torch.zeros_like(unseen)
+    key[:, rng.randrange(seqlen_k)] = True
+    value = rng.choice([torch.nan, torch.inf, -torch.inf])
+    for hidden, name in ((unseen | key, "k"), (unseen | key, "v"), (unseen, "kv")):
+        given = {n: getattr(inputs, n).masked_fill(hidden[..., None], value) for n in name}
+        wild = inputs._replace(**given)
+        results = forward(problem, wild, sizes)
+        is_clean = ~(visible & hidden.transpose(1, 2).repeat_interleave(group, 1)[:, :, None]).any(-1)
+        for actual, clean in zip(results, (out.transpose(1, 2), lse), strict=True):
+            actual = actual.transpose(1, 2) if actual.dim() == 4 else actual
+            torch.testing.assert_close(actual[is_clean], clean[is_clean], rtol=1e-9, atol=1e-9, msg=f"{message}: {name}")
+        if name == "v" and not problem.dropout_p:
+            assert not results[0].transpose(1, 2)[~is_clean].isfinite().any(), message
+    for actual, clean in zip(gradients(problem, wild, *results, dout, dlse, sizes), found, strict=True):
+        torch.testing.assert_close(actual, clean, rtol=1e-6, atol=1e-6, msg=f"{message}: gradients")
+
 
 def test_dropout_of_some_heads_of_a_call():
     """Calls of some of the heads, which know their numbers, give what the call of all heads gives."""
@@ -195,21 +220,24 @@ def test_autograd_asks_for_the_gradients_that_are_required(monkeypatch, wants):
             torch.testing.assert_close(tensors[name], terms[name].grad)
 
 
-@pytest.mark.parametrize("kind", ["bias", "alibi_slopes"])
+@pytest.mark.parametrize("kind", ["bias", "alibi_slopes", "both"])
 def test_a_large_term_of_a_hidden_pair(kind):
-    """exp of such a score is infinite in float32, and a causal mask hides it."""
+    """exp of such a score is infinite in float32, and a mask hides it."""
     torch.manual_seed(0)
-    tensors = [torch.randn(1, 300, 1, 8) for _ in range(3)]
+    tensors = [torch.randn(1, 300, 2, 8) for _ in range(3)]
+    terms, window = {}, (None, 0)
     if kind == "bias":
-        term = torch.full((1, 1, 300, 300), 500.0).triu(1)
+        terms["bias"] = torch.full((1, 1, 300, 300), 500.0).triu(1)
     else:
-        term = torch.tensor([-1.0])
+        terms["alibi_slopes"] = torch.tensor([-1.0, 0.5])
         tensors[0][:, :] *= 0.01  # the visible keys farthest away have a large term, too
+        window = (5, 0)
+    if kind == "both":
+        terms["bias"] = torch.rand(1, 1, 1, 300)
     results = []
     for function, dtype in ((onepass.attention, torch.float32), (reference.attention, torch.float64)):
         qkv = [t.to(dtype).requires_grad_() for t in (x.clone() for x in tensors)]
-        window = (5, 0) if kind == "alibi_slopes" else (None, 0)
-        result = function(*qkv, window=window, **{kind: term})
+        result = function(*qkv, window=window, **terms)
         out = result if isinstance(result, torch.Tensor) else result.out
         out.square().sum().backward()
         results.append([out.detach(), *(t.grad for t in qkv)])
