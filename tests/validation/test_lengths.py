@@ -22,19 +22,26 @@ def packed(**options):
     return onepass.attention_varlen(q, k, k, cu_seqlens_q=int32(0, 2, 6), cu_seqlens_k=int32(0, 7, 12), **options)
 
 
+def decoded(q, caches, seqlen_new, lengths, **options):
+    """A call over caches of zeros, which a refusal leaves alone."""
+    new = torch.randn(2, seqlen_new, 1, 8)
+    appended = {"k_new": new, "v_new": new} if seqlen_new else {}
+    try:
+        return onepass.attention_decode(q, *caches, cache_seqlens=int32(*lengths), **appended, **options)
+    except ValueError:
+        assert not any(cache.any() for cache in caches)
+        raise
+
+
 def cached(lengths=(20, 3), seqlen_new=0, **options):
     """Two sequences over a cache of 24 keys."""
-    q, cache, new = torch.randn(2, 2, 2, 8), torch.zeros(2, 24, 1, 8), torch.randn(2, seqlen_new, 1, 8)
-    appended = {"k_new": new, "v_new": new} if seqlen_new else {}
-    return onepass.attention_decode(q, cache, cache.clone(), cache_seqlens=int32(*lengths), **appended, **options)
+    return decoded(torch.randn(2, 2, 2, 8), [torch.zeros(2, 24, 1, 8) for _ in "kv"], seqlen_new, lengths, **options)
 
 
 def in_pages(table, lengths=(9, 3), seqlen_new=0, **options):
     """Two sequences over 6 pages of 4 keys."""
-    q, pages, new = torch.randn(2, 2, 2, 8), torch.zeros(6, 4, 1, 8), torch.randn(2, seqlen_new, 1, 8)
-    appended = {"k_new": new, "v_new": new} if seqlen_new else {}
-    options |= {"cache_seqlens": int32(*lengths), "page_table": torch.tensor(table, dtype=INT32)}
-    return onepass.attention_decode(q, pages, pages.clone(), **appended, **options)
+    options["page_table"] = torch.tensor(table, dtype=INT32)
+    return decoded(torch.randn(2, 2, 2, 8), [torch.zeros(6, 4, 1, 8) for _ in "kv"], seqlen_new, lengths, **options)
 
 
 def rotated(rows, **options):
