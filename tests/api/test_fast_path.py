@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import random
 import weakref
 from dataclasses import replace
 
@@ -178,6 +179,117 @@ def test_options_that_change_no_value_here_have_calls_of_their_own(is_packed, co
         for _ in range(2):
             function(**given, **option)
         assert count_operator == [n]
+
+
+# ---------------------------------------------------------------- any call after any other
+
+
+def laid_out(t, layout):
+    """A copy of a tensor in another layout of memory."""
+    if layout == "transposed":
+        return t.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "sliced":
+        return torch.cat((t, t), -2)[..., : t.shape[-2], :]
+    if layout == "odd rows":
+        return torch.nn.functional.pad(t, (0, 1))[..., :-1]
+    if layout == "misaligned":
+        return torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t)
+    return t.clone()
+
+
+def any_call(rng, kind):
+    """A function and arguments, of which few differ from those of other calls; tensors are made anew in each run."""
+
+    def given(**values):
+        return {name: rng.choice(choices) for name, choices in values.items() if rng.random() < 0.25}
+
+    dtype = torch.float32 if rng.random() < 0.8 else torch.bfloat16
+    numbers = given(causal=[True, False], window=[(2, 0), (None, 1), [2, 0], (0, 0)], softcap=[2.0, 5.0], backend=["tiled"])
+    numbers |= given(softmax_scale=[0.3, 1, 1.0], return_lse=[True])
+    # values that a first call refuses
+    if rng.random() < 0.1:
+        numbers |= rng.choice([{"causal": 1}, {"window": (2.0, 0)}, {"softcap": True}, {"return_lse": 1}, {"backend": "?"}])
+    all_names = "sinks", "seqused_k", "seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias"
+    names = [n for n in all_names if rng.random() < 0.1 and (kind != "decode" or n != "seqused_k")]
+    layouts = [rng.choice(["", "", "transposed", "sliced", "odd rows", "misaligned"]) for _ in range(3)]
+    two_dims, wide, more = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.2
+    if kind == "decode":
+        numbers |= rng.choice([{}, {}, {"num_splits": 1}, {"num_splits": 3}, {"split_size": 64}])
+        numbers |= given(rotary_interleaved=[True, False])
+    else:
+        numbers |= given(deterministic=[True, False, None])
+    has_new, is_paged, is_rotated = (kind == "decode" and rng.random() < 0.3 for _ in range(3))
+
+    def run():
+        generator = torch.Generator().manual_seed(0)
+
+        def randn(*shape):
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        rows, keys = (4, 16) if kind != "packed" else (8, 32)
+        lead = () if kind == "packed" else (2,)
+        q, k, v = randn(*lead, rows, 4, 8), randn(*lead, keys, 2, 8), randn(*lead, keys, 2, 16 if more else 8)
+        q, k, v = (laid_out(t, layout) for t, layout in zip((q, k, v), layouts, strict=True))
+        low = torch.arange(rows, dtype=INT32).view(*[1] * (len(lead) + 1), rows, 1)
+        made = {
+            "sinks": torch.arange(4.0) if wide else torch.arange(4, dtype=dtype),
+            "seqused_k": torch.tensor([9, 16], dtype=INT32),
+            "seqstart_k": torch.tensor([3, 0], dtype=INT32),
+            "key_ranges": torch.cat((low, low + 5), -1),
+            "q_positions": torch.arange(rows, dtype=INT32).flip(0) + 3,
+            "alibi_slopes": torch.rand((2, 4) if two_dims else (4,), generator=generator),
+            "bias": randn(*lead[:1], 4 if wide else 1, 1, 16),
+        }
+        if lead:
+            made["q_positions"] = made["q_positions"][None]
+        arguments = numbers | {name: made[name] for name in names}
+        if kind == "packed":
+            offsets = {"cu_seqlens_q": torch.tensor([0, 3, 8]), "cu_seqlens_k": torch.tensor([0, 16, 32])}
+            return onepass.attention_varlen(q, k, v, **{n: t.int() for n, t in offsets.items()}, **arguments), ()
+        if kind == "dense":
+            return onepass.attention(q, k, v, **arguments), ()
+        arguments["cache_seqlens"] = torch.tensor([9, 13], dtype=INT32)
+        if has_new:
+            arguments |= {"k_new": randn(2, 2, 2, 8), "v_new": randn(2, 2, 2, v.shape[-1])}
+        if is_rotated:
+            angles = randn(16, 4 if wide else 2).float()
+            arguments |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        if is_paged:
+            k, v = k.reshape(8, 4, 2, 8), v.reshape(8, 4, 2, -1)
+            arguments["page_table"] = torch.tensor([[3, 1, 2, 0], [7, 4, 6, 5]], dtype=INT32)
+        return onepass.attention_decode(q, k, v, **arguments), (k, v)
+
+    return run
+
+
+def outcome(run):
+    """All tensors that a call returns or writes, or its refusal."""
+    try:
+        result, caches = run()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return [*(result if isinstance(result, tuple) else (result,)), *caches]
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed", "decode"])
+def test_any_call_after_any_other(kind):
+    rng = random.Random(kind)
+    runs = [any_call(rng, kind) for _ in range(70)]
+    expected = []
+    for run in runs:
+        fast_path.forget()
+        expected.append(outcome(run))
+    assert 40 < sum(not isinstance(x, str) for x in expected) < 70
+    fast_path.forget()
+    for i in (*range(70), *rng.sample(range(70), 70)):
+        found = outcome(runs[i])
+        if isinstance(found, str) or isinstance(expected[i], str):
+            assert found == expected[i]
+            continue
+        assert len(found) == len(expected[i])
+        for a, b in zip(found, expected[i], strict=True):
+            same(a, b)
+    assert fast_path.num_kept() > 15
 
 
 def test_the_functions_do_not_share_calls():

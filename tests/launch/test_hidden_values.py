@@ -1,0 +1,88 @@
+"""NaN and infinity in keys that a bias of -inf or left padding hides, on the Ampere kernels: their PTX runs on the CPU."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import machine_code
+import ptx_interpreter
+import pytest
+import sm80_forward
+import torch
+
+from onepass import reference
+from onepass.kernels.heuristics import sm80 as heuristics_sm80
+from onepass.kernels.launch import forward_sm80 as launch
+from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.testing.budget import compare, compare_gradients, compare_lse
+
+DEVICE_TESTS = str(Path(__file__).parents[1] / "device")
+sys.path.insert(0, DEVICE_TESTS)
+from test_backward_sm80_values import gradients_of  # noqa: E402
+from test_forward_sm80_values import ARCH, Arguments  # noqa: E402
+
+sys.path.remove(DEVICE_TESTS)
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
+    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
+]
+
+ROWS, KEYS = 40, 90
+STARTS = torch.tensor([0, 70], dtype=torch.int32)
+
+
+def posed():
+    """Entry 1 begins at key 70: its first 20 queries stand before it. The bias hides keys 11, 40 and 80, and pairs."""
+    q, k, v = (torch.randn(2, n, h, 64).bfloat16() for n, h in ((ROWS, 2), (KEYS, 1), (KEYS, 1)))
+    bias = torch.randn(1, 2, ROWS, KEYS).bfloat16()
+    bias[torch.rand(bias.shape) < 0.2] = -torch.inf
+    hidden = torch.tensor([11, 40, 80])
+    bias[..., hidden] = -torch.inf
+    options = {"seqstart_k": STARTS, "bias": bias}
+    inputs = ModifiedInputs(q, k, v, *[None] * 4, Modifiers(**options))
+    problem = AttentionProblem.of(inputs, softmax_scale=0.125, mask=Mask(), softcap=None, deterministic=False)
+    return problem, inputs, options, hidden
+
+
+def computed(problem, inputs):
+    config = heuristics_sm80.forward_config_sm80(problem, ARCH)
+    arguments = Arguments(problem, inputs, config)
+    program = sm80_forward.compiled(problem, config, ARCH).program
+    sizes = arguments.num_tiles, config.num_threads, config.smem_bytes(problem)
+    ptx_interpreter.run(program, arguments.values, arguments.memory, *sizes)
+    results = zip((arguments.out, arguments.lse), launch.empty_outputs(problem, inputs), strict=True)
+    return tuple(arguments.result(address, like) for address, like in results)
+
+
+def oracle(inputs, options, dtype, dout=None):
+    leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs[:3]]
+    out, lse = reference.attention(*leaves, compute_dtype=dtype, **options)
+    return (out, lse) if dout is None else torch.autograd.grad(out, leaves, dout.to(dtype))
+
+
+def test_what_a_bias_or_left_padding_hides():
+    """Left padding without a causal mask, and hidden keys of NaN, +inf and -inf: forward and gradients."""
+    problem, inputs, options, hidden = posed()
+    exact, in_torch = (oracle(inputs, options, t) for t in (torch.float64, torch.bfloat16))
+    assert exact[1][1, :, :20].isneginf().all()
+    wild = [t.clone() for t in inputs[1:3]]
+    for t in wild:
+        t[1, :70] = torch.nan
+        for key, value in zip(hidden, (torch.nan, torch.inf, -torch.inf), strict=True):
+            t[:, key] = value
+    dirty = inputs._replace(k=wild[0], v=wild[1])
+    out, lse = computed(problem, dirty)
+    found = compare("out", out, exact[0], in_torch[0]), compare_lse(lse, exact[1])
+    assert all(row.ok for row in found), "\n".join(map(str, found))
+
+    dout = torch.randn(out.shape).bfloat16()
+    exact, in_torch = (oracle(inputs, options, t, dout) for t in (torch.float64, torch.bfloat16))
+    one = 4 * torch.finfo(torch.bfloat16).eps * float(dout.abs().max() * inputs.v.abs().max())
+    gradients = gradients_of(problem, dirty, out, lse, dout, None)[:3]
+    for name, gradient, *right in zip("qkv", gradients, exact, in_torch, strict=True):
+        row = compare_gradients(name, gradient, right[0], right[1].to(gradient.dtype), one)
+        assert row.ok, str(row)
+    for gradient in gradients[1:]:
+        assert not gradient[:, hidden].any()
+        assert not gradient[1, :70].any()
