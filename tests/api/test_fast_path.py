@@ -534,6 +534,47 @@ def test_a_growing_cache_stays_on_the_fast_path(window, first_calls, count_decod
     assert count_decode == [first_calls]  # up to 64, 128 and 192 keys
 
 
+def zeros(*shape):
+    return torch.zeros(2, *shape)
+
+
+OTHER_CACHES = {
+    "a longer v_cache": {"v_cache": zeros(41, 2, 16)},
+    "a shorter k_cache": {"k_cache": zeros(39, 2, 16)},
+    "wider values": {"v_cache": zeros(40, 2, 24)},
+    "more heads": {"k_cache": zeros(40, 4, 16), "v_cache": zeros(40, 4, 16)},
+    "heads of v_cache alone": {"v_cache": zeros(40, 4, 16)},
+    "fewer entries": {"k_cache": zeros(40, 2, 16)[:1], "v_cache": zeros(40, 2, 16)[:1]},
+    "fewer entries of v_cache": {"v_cache": zeros(40, 2, 16)[:1]},
+    "columns of k_cache apart": {"k_cache": zeros(40, 2, 32)[..., ::2]},
+    "columns of v_cache apart": {"v_cache": zeros(40, 2, 32)[..., ::2]},
+    "rows of k_cache apart": {"k_cache": zeros(40, 2, 17)[..., :16]},
+    "rows of v_cache apart": {"v_cache": zeros(40, 2, 17)[..., :16]},
+    "k_cache off by an element": {"k_cache": zeros(41, 2, 16).flatten()[1:2561].view(2, 40, 2, 16)},
+    "v_cache off by an element": {"v_cache": zeros(41, 2, 16).flatten()[1:2561].view(2, 40, 2, 16)},
+    "another dtype of v_cache": {"v_cache": zeros(40, 2, 16).half()},
+    "a v_cache on another device": {"v_cache": zeros(40, 2, 16).to("meta")},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CACHES)
+@pytest.mark.parametrize("length", [40, 50])  # both have one rounded length
+def test_caches_unlike_those_of_the_call_before_are_validated(name, length, count_decode):
+    call = step(**OTHER_CACHES[name])
+    expected = outcome(lambda: (onepass.attention_decode(**call), ()))
+    fast_path.forget()
+    grown = {n: torch.zeros(2, length, 2, 16) for n in ("k_cache", "v_cache")}
+    onepass.attention_decode(**step(**grown))
+    count_decode[0] = 0
+    found = outcome(lambda: (onepass.attention_decode(**call), ()))
+    if isinstance(expected, str):
+        assert found == expected
+        assert "expected" in expected
+    else:
+        same(found[0], expected[0])
+        assert count_decode == [1]
+
+
 @pytest.mark.parametrize("name", ["k_new", "split_size", "bias", "page_table"])
 def test_caches_of_other_lengths_are_checked_where_more_depends_on_the_length(name, count_decode):
     for length in (40, 41):
@@ -546,6 +587,14 @@ def test_caches_of_other_lengths_are_checked_where_more_depends_on_the_length(na
         }
         onepass.attention_decode(**step(**caches, **given[name]))
     assert count_decode == [2]
+
+
+def test_a_bias_of_the_call_before_is_too_short_for_a_longer_cache():
+    bias = torch.zeros(1, 1, 1, 40)
+    onepass.attention_decode(**step(bias=bias))
+    caches = {n: torch.randn(2, 41, 2, 16) for n in ("k_cache", "v_cache")}
+    with pytest.raises(ValueError, match=r"bias: expected shape .*41\), got \(1, 1, 1, 40\)"):
+        onepass.attention_decode(**step(**caches, bias=bias))
 
 
 def test_decoding_appends_and_reads_lengths_every_time(count_decode):

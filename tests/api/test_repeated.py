@@ -63,6 +63,16 @@ def test_another_kind_of_call_is_not_repeated(other):
     assert call.again(*other) is None
 
 
+@pytest.mark.parametrize("moved", range(3))
+def test_tensors_of_another_alignment_are_not_repeated(moved):
+    """A kernel whose loads need 16 bytes has been launched for the call before."""
+    call, other = call_of(OPTIONS | lengths(20, 12)), list(tensors(1))
+    t = other[moved]
+    storage = torch.empty(t.numel() + 1, dtype=t.dtype)
+    other[moved] = storage[1:].as_strided(t.shape, t.stride(), 1).copy_(t)
+    assert call.again(*other) is None
+
+
 def test_a_call_is_not_repeated_where_it_may_be_observed_or_needs_a_gradient():
     call = call_of(OPTIONS | lengths(20, 12))
     q, k, v = tensors(1)

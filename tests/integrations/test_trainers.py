@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
-from onepass import reference, testing
+from onepass import reference
 from onepass.integrations import torch_sdpa
+from onepass.testing.budget import compare
 
 MEGATRON = """
 import onepass.compat, onepass.compat.flash_attn as ours
@@ -57,14 +58,12 @@ def test_torchtitan_documents():
         out = attention(q, k, v, attention_masks=masks, enable_gqa=True)
         assert activation.refused == {}
     packed = [t.detach().flatten(0, 1) for t in (q, k, v)]
-    oracle, plain = (
-        reference.attention_varlen(
-            *packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True, compute_dtype=dtype
-        ).out
-        for dtype in (torch.float64, torch.bfloat16)
+    cuts = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "causal": True}
+    exact, in_torch = (
+        reference.attention_varlen(*packed, **cuts, compute_dtype=t).out for t in (torch.float64, torch.bfloat16)
     )
-    comparison = testing.compare("out", out.flatten(0, 1), oracle, plain)
-    assert comparison.ok, comparison
+    row = compare("out", out.flatten(0, 1), exact, in_torch)
+    assert row.ok, str(row)
 
 
 @pytest.mark.package("megatron")

@@ -1,14 +1,18 @@
 """attention_decode on the CPU: steps agree with one call, splits with one pass, pages with a dense cache."""
 
+import importlib
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 import onepass
-from onepass import reference
+from onepass import cpu, reference, tiled
+from onepass.problem.decode import DecodeInputs
 from onepass.testing import floor_of_out, random_decode_call
 from onepass.testing.budget import compare, compare_lse
+from onepass.validation.decode import check_decode
 
 INT32 = torch.int32
 NAN = float("nan")
@@ -70,6 +74,26 @@ def test_step_by_step_is_one_causal_forward(seqlen_new, options):
     for t, c in zip((k, v), caches, strict=True):
         assert torch.equal(c[:, :48], t)
         assert c[:, 48:].isnan().all()
+
+
+@pytest.mark.parametrize("backend", [cpu, tiled], ids=["cpu", "tiled"])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 1}, {"num_splits": 3}, {"split_size": 64}], ids=str)
+def test_partial_results_of_16_bits_in_float32(backend, options):
+    """A rank's result is merged with those of other ranks, so it is not rounded to 16 bits, even if it is whole."""
+    q, k, v = dense(dtype=torch.bfloat16)
+    inputs = DecodeInputs(q, k, v, lengths(70, 33))
+    numbers = {"num_splits": None, "split_size": None} | options
+    given = dict.fromkeys(("window", "softcap", "softmax_scale"))
+    flags = dict.fromkeys(("rotary_interleaved", "check_values", "return_lse"), False)
+    problem = check_decode(inputs, causal=True, **numbers, **given, **flags)
+    problem = replace(problem, attention=replace(problem.attention, float32_out=True))
+    assert backend is tiled or cpu.unsupported(problem.attention)
+    out, lse = importlib.import_module(f"{backend.__name__}.decode").decode(problem, inputs)
+    assert out.dtype == lse.dtype == torch.float32
+    for b, n in enumerate((70, 33)):
+        expected = reference.attention(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], causal=True)
+        torch.testing.assert_close(out[b].double(), expected.out[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[b].double(), expected.lse[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
