@@ -204,11 +204,15 @@ def any_call(rng, kind):
         return {name: rng.choice(choices) for name, choices in values.items() if rng.random() < 0.25}
 
     dtype = torch.float32 if rng.random() < 0.8 else torch.bfloat16
-    numbers = given(causal=[True, False], window=[(2, 0), (None, 1), [2, 0], (0, 0)], softcap=[2.0, 5.0], backend=["tiled"])
+    numbers = given(
+        causal=[True, False], window=[(2, 0), (None, 1), [2, 0], (0, 0)], softcap=[2.0, 5.0], backend=["tiled"]
+    )
     numbers |= given(softmax_scale=[0.3, 1, 1.0], return_lse=[True])
     # values that a first call refuses
     if rng.random() < 0.1:
-        numbers |= rng.choice([{"causal": 1}, {"window": (2.0, 0)}, {"softcap": True}, {"return_lse": 1}, {"backend": "?"}])
+        numbers |= rng.choice(
+            [{"causal": 1}, {"window": (2.0, 0)}, {"softcap": True}, {"return_lse": 1}, {"backend": "?"}]
+        )
     all_names = "sinks", "seqused_k", "seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias"
     names = [n for n in all_names if rng.random() < 0.1 and (kind != "decode" or n != "seqused_k")]
     layouts = [rng.choice(["", "", "transposed", "sliced", "odd rows", "misaligned"]) for _ in range(3)]

@@ -279,9 +279,7 @@ def test_windows_about_as_long_as_the_keys(lengths, count):
         out, lse = onepass.attention(*leaves, window=window, return_lse=True)
         expected = reference.attention(*leaves, window=window)
         dout = torch.randn_like(out)
-        results = [
-            (x.detach(), y.detach(), *torch.autograd.grad(x, leaves, dout)) for x, y in ((out, lse), expected)
-        ]
+        results = [(x.detach(), y.detach(), *torch.autograd.grad(x, leaves, dout)) for x, y in ((out, lse), expected)]
         for mine, right in zip(*results, strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12, msg=f"{window}")
     assert count["_forward"] > 8

@@ -1,4 +1,4 @@
-"""The files that are mutated, the number of their mutants, and the tests of each module and of its users that judge it.
+"""The files in which faults are planted, and the quick tests of each module and of its users that judge them.
 
 Tests of machine code, of digests and of documentation are in no list, since they notice any change.
 """
@@ -18,7 +18,7 @@ class Group:
 
     Attributes:
         files: patterns of paths in the repository; a file belongs to the first group of an area that matches it.
-        tests: arguments for pytest; quick tests and the module's own tests come first.
+        tests: arguments for pytest; the module's own tests come first.
         only: an expression for pytest's -k.
     """
 
@@ -29,14 +29,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Area:
-    """A region of the package from which faults are drawn.
-
-    Attributes:
-        count: the number of faults.
-    """
+    """A region of the package; equally many faults are drawn from each."""
 
     name: str
-    count: int
     groups: tuple[Group, ...]
 
     def group_of(self, file: str) -> Group | None:
@@ -45,6 +40,7 @@ class Area:
 
 VALIDATION = ("tests/validation/test_validation.py", "tests/validation/test_validation_fp8.py")
 SEMANTICS = ("tests/tiled/test_semantics.py", "tests/tiled/test_attention.py", "tests/tiled/test_sinks.py")
+LENGTHS = ("tests/validation/test_lengths.py",)
 CHECKS = (
     "tests/validation/test_options.py",
     "tests/validation/test_keywords.py",
@@ -55,7 +51,7 @@ DECODING = ("tests/tiled/test_decode.py", "tests/tiled/test_decode_e4m3.py", "te
 FP8 = ("tests/tiled/test_quantized.py", "tests/validation/test_validation_fp8.py")
 OPERATORS = ("tests/api/test_ops.py", "tests/api/test_fast_path.py")
 DISPATCH = ("tests/dispatch/test_dispatch.py", "tests/launch/test_tuned.py", "tests/compiler/test_warmup.py")
-MODIFIERS = ("tests/device/test_sm80_modifiers.py",)
+MODIFIERS = ("tests/launch/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
 BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py")
 LAUNCH = (
     "tests/launch/test_launch.py",
@@ -79,11 +75,26 @@ BACKWARD = ("tests/device/test_backward_sm80_values.py",)
 DECODE = ("tests/device/test_decode_values.py",)
 DECODE_E4M3 = ("tests/device/test_e4m3.py", "tests/device/test_decode_e4m3_values.py")
 QUANTIZE = ("tests/device/test_quantize_values.py",)
+MODIFIED = ("tests/tiled/test_tiled_modifiers.py",)
+FLASH_ATTN = (
+    "tests/compat/test_flash_attn.py",
+    "tests/compat/test_flash_attn_options.py",
+    "tests/compat/test_flash_attn_3.py",
+    "tests/compat/test_flash_attn_4.py",
+    "tests/compat/test_flash_attn_private.py",
+)
+COMPILER = (
+    "tests/compiler/test_compile_cache.py",
+    "tests/compiler/test_cache_archive.py",
+    "tests/compiler/test_kernel_sources.py",
+    "tests/compiler/test_cpu.py",
+    "tests/compiler/test_pool.py",
+    "tests/tools/test_cli.py",
+)
 
 AREAS = (
     Area(
         "host",
-        20,
         (
             Group(
                 ("onepass/validation/scalars.py", "onepass/validation/layout_hints.py", "onepass/api/keywords.py"),
@@ -108,7 +119,7 @@ AREAS = (
                 ("tests/compat/test_flash_attn_private.py", "tests/compat/test_flash_attn_options.py"),
             ),
             Group(("onepass/validation/modifiers.py",), ("tests/validation/test_modifier_checks.py", *CHECKS)),
-            Group(("onepass/tiled/modifiers.py", "onepass/ops/modified.py"), ("tests/tiled/test_tiled_modifiers.py",)),
+            Group(("onepass/tiled/modifiers.py", "onepass/ops/modified.py"), MODIFIED),
             Group(
                 (
                     "onepass/dispatch/attention.py",
@@ -170,13 +181,12 @@ AREAS = (
                     "onepass/validation/fp8.py",
                     "onepass/problem/lengths.py",
                 ),
-                (*VALIDATION, "tests/api/test_fast_path.py", *SEMANTICS, FP8[0]),
+                (*LENGTHS, *VALIDATION, "tests/api/test_fast_path.py", *SEMANTICS, FP8[0]),
             ),
         ),
     ),
     Area(
         "tiled",
-        12,
         (
             Group(
                 ("onepass/tiled/decode.py", "onepass/tiled/cache.py"),
@@ -186,6 +196,7 @@ AREAS = (
                 ("onepass/tiled/*.py",),
                 (
                     *SEMANTICS,
+                    *MODIFIED,
                     "tests/tiled/test_negative_windows.py",
                     "tests/tiled/test_precision.py",
                     "tests/tiled/test_decode.py",
@@ -194,10 +205,9 @@ AREAS = (
             ),
         ),
     ),
-    Area("cpu", 6, (Group(("onepass/cpu/*.py",), ("tests/cpu/test_regions.py", "tests/cpu/test_cpu_backend.py")),)),
+    Area("cpu", (Group(("onepass/cpu/*.py",), ("tests/cpu/test_regions.py", "tests/cpu/test_cpu_backend.py")),)),
     Area(
         "integer formulas",
-        12,
         (
             Group(
                 (
@@ -214,7 +224,6 @@ AREAS = (
     ),
     Area(
         "launch",
-        8,
         (
             Group(("onepass/kernels/launch/quantize.py",), ("tests/launch/test_quantize_launch.py", *QUANTIZE)),
             Group(
@@ -240,7 +249,6 @@ AREAS = (
     ),
     Area(
         "kernels",
-        14,
         (
             Group(("onepass/kernels/device/memory_bound/merge.py",), DECODE, "merge or splits"),
             Group(("onepass/kernels/device/memory_bound/append.py",), DECODE, "append or new_keys or bad_lengths"),
@@ -305,7 +313,6 @@ AREAS = (
     ),
     Area(
         "distributed",
-        16,
         (
             Group(("onepass/distributed/decode.py",), ("tests/distributed/test_decode_on_ranks.py",)),
             Group(("onepass/distributed/agreement.py",), ("tests/distributed/test_disagreements.py",)),
@@ -325,6 +332,60 @@ AREAS = (
             ),
         ),
     ),
+    Area(
+        "compat",
+        (
+            Group(
+                ("onepass/compat/sdpa.py", "onepass/compat/masks.py"),
+                ("tests/compat/test_sdpa.py", "tests/integrations/test_torch_sdpa.py"),
+            ),
+            Group(("onepass/compat/bert_padding.py",), ("tests/compat/test_bert_padding.py",)),
+            Group(("onepass/compat/rotary.py",), ("tests/compat/test_rotary.py", *FLASH_ATTN[:2])),
+            Group(
+                ("onepass/compat/installation.py", "onepass/compat/__main__.py"), ("tests/compat/test_installation.py",)
+            ),
+            Group(("onepass/compat/*.py",), FLASH_ATTN),
+        ),
+    ),
+    Area(
+        "integrations",
+        (
+            Group(("onepass/integrations/torch_sdpa/*.py",), ("tests/integrations/test_torch_sdpa.py",)),
+            Group(
+                ("onepass/integrations/vllm/*.py",),
+                ("tests/integrations/test_vllm_cache.py", "tests/integrations/test_vllm_backend.py"),
+            ),
+            Group(
+                ("onepass/integrations/transformers*.py",),
+                ("tests/compat/test_transformers.py", "tests/compat/test_transformers_generation.py"),
+            ),
+        ),
+    ),
+    Area(
+        "cli",
+        (
+            Group(("onepass/cli/demo*.py",), ("tests/tools/test_demo.py",)),
+            Group(("onepass/cli/tune.py",), ("tests/tools/test_cli_tune.py",)),
+            Group(("onepass/cli/*.py",), ("tests/tools/test_cli.py", "tests/tools/test_cli_progress.py")),
+            Group(("onepass/__main__.py", "onepass/log.py"), ("tests/tools/test_log.py", "tests/tools/test_cli.py")),
+        ),
+    ),
+    Area(
+        "testing",
+        (
+            Group(("onepass/reference.py",), ("tests/api/test_reference.py", *SEMANTICS, *MODIFIED)),
+            Group(
+                ("onepass/testing/budget.py", "onepass/testing/rounding.py"),
+                ("tests/tools/test_budget.py", *SEMANTICS[1:]),
+            ),
+            Group(("onepass/testing/*.py",), ("tests/tools/test_testing.py", *SEMANTICS[1:], *FP8[:1], *DECODING)),
+            Group(
+                ("onepass/tuning/*.py",),
+                ("tests/tools/test_tune.py", "tests/tools/test_tune_calls.py", "tests/tools/test_tuning.py"),
+            ),
+            Group(("onepass/kernels/compiler/*.py",), COMPILER),
+        ),
+    ),
 )
 
 # Files that are left out, and why.
@@ -332,6 +393,7 @@ OUT_OF_REACH = {
     "onepass/*__init__.py": "nothing to change",
     "onepass/fp8.py": "import paths",
     "onepass/decode.py": "import paths",
+    "onepass/namespace.py": "names of operators",
     "onepass/kernels/device/sm90/*": SM90_DEVICE,
     "onepass/kernels/device/blocks/memory/clear.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/tiles/named_barrier.py": SM90_DEVICE,
@@ -342,7 +404,8 @@ OUT_OF_REACH = {
     "onepass/kernels/device/blocks/memory/epilogue.py": LAYOUTS,
     "onepass/kernels/device/blocks/memory/layouts.py": LAYOUTS,
     "onepass/kernels/device/blocks/memory/ptx.py": "text of instructions, and Hopper's",
-    "onepass/kernels/compiler/*": "tests of the cache have faults of their own, planted in its files",
+    "onepass/errors.py": "names of errors",
+    "onepass/bench/*": "measurements: no value of a result depends on them",
     "onepass/kernels/heuristics/*": "which configuration is fast: no value depends on it",
     "onepass/kernels/config*": "which configurations there are: their shipped ones are compiled by other tests",
     "onepass/distributed/parallel_style.py": "an interface",

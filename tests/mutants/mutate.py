@@ -1,7 +1,7 @@
 """One-line faults in Python source: every operator and constant that may be changed, found by the syntax tree.
 
 A fault changes a comparison, a sum or product, `and` or `or`, a `not`, `min` or `max`, a number, True or False, or
-drops a keyword argument. Code without a value that could be wrong is left alone: docstrings, the text of errors and
+drops a keyword argument, an operand of `and` or `or`, a call of a method such as `clamp`, or a refusal. Code without a value that could be wrong is left alone: docstrings, the text of errors and
 `raise` statements as a whole, messages of assertions, annotations, decorators, `__repr__` and `__str__`, blocks for
 type checkers, and hints to the compiler such as `unroll`.
 """
@@ -53,6 +53,8 @@ SWAPPED_NAMES = {
     "logical_and": "logical_or",
     "logical_or": "logical_and",
 }
+# Methods that give what they are called on, except in some cases.
+GUARDS = {"clamp", "clamp_", "nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_", "contiguous"}
 # Hints and texts, whose values do not affect results.
 IDLE_KEYWORDS = {"unroll", "stacklevel", "loc", "ip"}
 
@@ -97,17 +99,14 @@ class Mutant:
 
 
 def mutants_of(file: str, source: bytes) -> list[Mutant]:
-    """All mutants of one file, in the order of its lines. Each of them can be parsed."""
-    found = list(_Finder(file, source).found())
+    """All mutants of one file, in the order of its lines. A few of them cannot be parsed."""
     lines = source.splitlines()
-    unique = {(m.line, m.column, m.before, m.after): m for m in found if m.line <= len(lines)}
-    return sorted(
-        (m for m in unique.values() if _parses(m.applied(source))), key=lambda m: (m.line, m.column, m.before, m.after)
-    )
+    unique = {(m.line, m.column, m.before, m.after): m for m in _Finder(file, source).found() if m.line <= len(lines)}
+    return sorted(unique.values(), key=lambda m: (m.line, m.column, m.before, m.after))
 
 
 def draw(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Draw `count` mutants, at most one per line.
+    """Draw `count` mutants, at most one per line, in random order.
 
     The rank of a mutant depends on the seed, the text of its line and its position among equal lines. If a file changes
     in other lines, the same mutants are drawn again.
@@ -123,10 +122,10 @@ def draw(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
     for _, mutant in sorted(ranked, key=lambda pair: pair[0]):
         if len(drawn) < count:
             drawn.setdefault((mutant.file, mutant.line), mutant)
-    return sorted(drawn.values(), key=lambda m: (m.file, m.line))
+    return list(drawn.values())
 
 
-def _parses(source: bytes) -> bool:
+def can_be_parsed(source: bytes) -> bool:
     try:
         ast.parse(source)
     except SyntaxError:
@@ -165,6 +164,10 @@ class _Finder:
             sign, other = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
             for left, right in zip(node.values, node.values[1:], strict=False):
                 yield from self._between(left, right, sign, (other,), scope)
+                yield from self._span(left, left.end_col_offset, right, right.end_col_offset, scope)  # without right
+            yield from self._span(node.values[0], node.col_offset, node.values[1], node.values[1].col_offset, scope)
+        elif isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise) and (text := self._text(node.test)):
+            yield from self._at(node.test.lineno, node.test.col_offset, text, "False", scope)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
             sign = "not " if isinstance(node.op, ast.Not) else "-"
             yield from self._at(node.lineno, node.col_offset, sign, "", scope)
@@ -196,6 +199,8 @@ class _Finder:
         if name in SWAPPED_NAMES:
             end = (function.end_col_offset or 0) - len(name)
             yield from self._at(function.end_lineno or 0, end, name, SWAPPED_NAMES[name], scope)
+        if name in GUARDS and isinstance(function, ast.Attribute):
+            yield from self._span(function.value, function.value.end_col_offset, node, node.end_col_offset, scope)
         for keyword in node.keywords:
             text = self._text(keyword)
             if keyword.arg is None or keyword.arg in IDLE_KEYWORDS or text is None:
@@ -219,6 +224,13 @@ class _Finder:
         if match:
             for other in others:
                 yield from self._at(right.lineno, start + len(space[: match.start()].encode()), sign, other, scope)
+
+    def _span(
+        self, first: ast.expr, start: int | None, last: ast.expr, end: int | None, scope: str
+    ) -> Iterator[Mutant]:
+        """Nothing from one column to another, if both are on the line where the first expression ends."""
+        if first.lineno == first.end_lineno == last.lineno == last.end_lineno:
+            yield from self._at(first.lineno, start or 0, self.lines[first.lineno - 1][start:end].decode(), "", scope)
 
     def _at(self, line: int, column: int, before: str, after: str, scope: str) -> Iterator[Mutant]:
         text = self.lines[line - 1]

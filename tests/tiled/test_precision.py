@@ -123,7 +123,9 @@ def test_decoding(setting, gemms_that_obey):
         assert state() == before
         for b, n in enumerate(seqlens):
             q, k, v = (given["q"][b : b + 1], given["k"][b : b + 1, :n], given["v"][b : b + 1, :n])
-            oracle, plain = (reference.attention(q, k, v, causal=True, compute_dtype=t) for t in (torch.float64, torch.float32))
+            oracle, plain = (
+                reference.attention(q, k, v, causal=True, compute_dtype=t) for t in (torch.float64, torch.float32)
+            )
             row = compare("out", result.out[b : b + 1], oracle.out, plain.out)
             assert row.ok, str(row)
             assert compare_lse(result.lse[b : b + 1], oracle.lse).ok

@@ -124,7 +124,9 @@ def check(seed):
         is_clean = ~(visible & hidden.transpose(1, 2).repeat_interleave(group, 1)[:, :, None]).any(-1)
         for actual, clean in zip(results, (out.transpose(1, 2), lse), strict=True):
             actual = actual.transpose(1, 2) if actual.dim() == 4 else actual
-            torch.testing.assert_close(actual[is_clean], clean[is_clean], rtol=1e-9, atol=1e-9, msg=f"{message}: {name}")
+            torch.testing.assert_close(
+                actual[is_clean], clean[is_clean], rtol=1e-9, atol=1e-9, msg=f"{message}: {name}"
+            )
         if name == "v" and not problem.dropout_p:
             assert not results[0].transpose(1, 2)[~is_clean].isfinite().any(), message
     for actual, clean in zip(gradients(problem, wild, *results, dout, dlse, sizes), found, strict=True):

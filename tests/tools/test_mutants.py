@@ -1,7 +1,5 @@
-"""The faults of `make mutants`: what is changed, what is left alone, and that the record says why a fault survives."""
+"""The faults of `make mutants`: what is changed, what is left alone, and which are drawn."""
 
-import ast
-import json
 import sys
 from pathlib import Path
 
@@ -10,7 +8,8 @@ import pytest
 MUTANTS = Path(__file__).parents[1] / "mutants"
 sys.path.insert(0, str(MUTANTS))
 from areas import AREAS, reason_out_of_reach  # noqa: E402
-from mutate import draw, mutants_of  # noqa: E402
+from mutate import can_be_parsed, draw, mutants_of  # noqa: E402
+from run import drawn_jobs, most_survivors  # noqa: E402
 
 sys.path.remove(str(MUTANTS))
 ROOT = MUTANTS.parents[1]
@@ -19,7 +18,8 @@ ROOT = MUTANTS.parents[1]
 def changes(source: str) -> set[str]:
     """The mutants of a source of one line, as lines."""
     source += "\n"
-    return {m.applied(source.encode()).decode().strip() for m in mutants_of("x.py", source.encode())}
+    changed = (m.applied(source.encode()) for m in mutants_of("x.py", source.encode()))
+    return {text.decode().strip() for text in changed if can_be_parsed(text)}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,11 @@ def changes(source: str) -> set[str]:
         ("(a) - (b)", {"(a) + (b)"}),
         ("a // b", {"a * b"}),
         ("a += b", {"a -= b"}),
-        ("a and b or c", {"a or b or c", "a and b and c"}),
+        ("a and b or c", {"a or b or c", "a and b and c", "a or c", "b or c", "a and b", "c"}),
+        ("f(a and b and c)", {"f(a or b and c)", "f(a and b or c)", "f(b and c)", "f(a and c)", "f(a and b)"}),
+        ("a.clamp_(min=b).c", {"a.c", "a.clamp_().c"}),
+        ("a.b().nan_to_num(c)", {"a.b()"}),
+        ("if a < b: raise c", {"if a <= b: raise c", "if a > b: raise c", "if False: raise c"}),
         ("not a", {"a"}),
         ("-a", {"a"}),
         ("min(a, b)", {"max(a, b)"}),
@@ -79,7 +83,8 @@ def test_every_change_is_one_line_that_can_be_parsed():
         source = path.read_bytes()
         for mutant in mutants_of(path.name, source)[::23]:
             changed = mutant.applied(source)
-            ast.parse(changed)
+            if not can_be_parsed(changed):
+                continue
             lines = [x.splitlines() for x in (source, changed)]
             assert [a != b for a, b in zip(*lines, strict=True)].count(True) == 1
 
@@ -95,14 +100,9 @@ def test_the_draw_is_that_of_the_seed_and_not_of_the_place():
 
 
 def test_every_module_is_in_an_area_or_left_out_with_a_reason():
-    """Every module that computes has an area; the command line, the bench, tuning and interfaces have none."""
-    others = "onepass/cli/", "onepass/bench/", "onepass/testing/", "onepass/tuning/", "onepass/compat/"
-    others += ("onepass/integrations/",)
     for path in FILES:
         file = path.relative_to(ROOT).as_posix()
-        if file.startswith(others) or file.count("/") == 1 or reason_out_of_reach(file):
-            continue
-        assert any(area.group_of(file) for area in AREAS), file
+        assert reason_out_of_reach(file) or any(area.group_of(file) for area in AREAS), file
 
 
 def test_every_listed_test_is_there():
@@ -112,9 +112,16 @@ def test_every_listed_test_is_there():
                 assert (ROOT / test.partition("::")[0]).exists(), test
 
 
-def test_the_record_has_sixty_faults_and_a_reason_for_each_survivor():
-    record = json.loads((MUTANTS / "record.json").read_text())
-    assert len(record["mutants"]) == sum(area.count for area in AREAS) >= 60
-    for entry in record["mutants"]:
-        assert entry["verdict"] in ("caught", "hangs") or entry["harmless"], entry
-        assert entry["verdict"] != "caught" or entry["by"]
+def test_few_faults_come_from_different_areas_and_many_from_all():
+    drawn = drawn_jobs(10, seed=3)
+    assert drawn == drawn_jobs(10, seed=3)
+    assert len(drawn) == len({job.area for job in drawn}) == 10
+    assert {job.mutant for job in drawn}.isdisjoint(job.mutant for job in drawn_jobs(10, seed=4))
+    many = drawn_jobs(100, seed=5)
+    assert len({job.mutant for job in many}) == 100
+    assert {job.area for job in many} == {area.name for area in AREAS}
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 1), (10, 5), (100, 32)])
+def test_more_survivors_than_harmless_faults_explain(count, most):
+    assert most_survivors(count) == most

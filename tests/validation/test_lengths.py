@@ -81,8 +81,18 @@ EDGES = [
         {"lengths": (22, 0), "seqlen_new": 3},
         "expected 0 to 21, the 24 positions of the cache less 3 new keys, got 22",
     ),
-    (cached, {"seqstart_k": int32(20, 3)}, {"seqstart_k": int32(3, 20)}, r"seqstart_k\[1\]: expected 0 to 3, .* got 20"),
-    (cached, {"seqstart_k": int32(0, 0)}, {"seqstart_k": int32(-1, 0)}, r"seqstart_k\[0\]: expected 0 to 20, .* got -1"),
+    (
+        cached,
+        {"seqstart_k": int32(20, 3)},
+        {"seqstart_k": int32(3, 20)},
+        r"seqstart_k\[1\]: expected 0 to 3, .* got 20",
+    ),
+    (
+        cached,
+        {"seqstart_k": int32(0, 0)},
+        {"seqstart_k": int32(-1, 0)},
+        r"seqstart_k\[0\]: expected 0 to 20, .* got -1",
+    ),
     (
         cached,
         {"seqstart_k": int32(0, 5), "seqlen_new": 2},
