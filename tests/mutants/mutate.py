@@ -1,9 +1,10 @@
 """One-line faults in Python source: every operator and constant that may be changed, found by the syntax tree.
 
 A fault changes a comparison, a sum or product, `and` or `or`, a `not`, `min` or `max`, a number, True or False, or
-drops a keyword argument, an operand of `and` or `or`, a call of a method such as `clamp`, or a refusal. Code without a value that could be wrong is left alone: docstrings, the text of errors and
-`raise` statements as a whole, messages of assertions, annotations, decorators, `__repr__` and `__str__`, blocks for
-type checkers, and hints to the compiler such as `unroll`.
+drops a keyword argument, an operand of `and` or `or`, a call of a method such as `clamp`, or a refusal. Code without a
+value that could be wrong is left alone: docstrings, the text of errors and `raise` statements as a whole, messages of
+assertions, annotations, decorators, `__repr__` and `__str__`, blocks for type checkers, and hints to the compiler such
+as `unroll`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test the tests with one-line faults, drawn anew in each run, which the quick tests of values and behavior must notice.
+"""Test the tests with one-line faults, drawn anew in each run, which the quick tests of values must notice.
 
     make mutants                                               # 100 faults from all areas
     python tests/mutants/run.py --count 10 --seed 7            # fewer, and the ones of a seed that was printed
