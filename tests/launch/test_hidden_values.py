@@ -1,4 +1,4 @@
-"""NaN and infinity in keys that a bias of -inf or left padding hides, on the Ampere kernels: their PTX runs on the CPU."""
+"""NaN and infinity in keys that a bias of -inf or left padding hides, in the PTX of the Ampere kernels, on the CPU."""
 
 import importlib.util
 import sys
