@@ -254,6 +254,29 @@ def test_kvcache(theirs, ours, seqlen_new):
         expect(tuple(x[b : b + 1] for x in result), row, **ours)
 
 
+@pytest.mark.parametrize("num_splits", [0, 1, 3, 1000])
+def test_kvcache_with_any_number_of_splits(num_splits):
+    q, (k_cache, v_cache) = randn(3, 1, 4, 16), cache()
+    out = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=9, num_splits=num_splits)
+    expect(out, (q, k_cache[:, :9], v_cache[:, :9]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_kvcache_rotates_by_tables_of_any_floating_point(dtype):
+    """`attention_decode` takes tables of float32 and of the dtype of q alone."""
+    angles = torch.arange(12)[:, None] * torch.tensor([1.0, 0.3, 0.1])
+    tables = [t.to(dtype) for t in (angles.cos(), angles.sin())]
+    results = []
+    for cos, sin in (tables, [t.float() for t in tables]):
+        k_cache, v_cache = cache(filled=(7, 0, 5))
+        rows = randn(3, 2, 4, 16), k_cache, v_cache, randn(3, 2, 2, 16, seed=8), randn(3, 2, 2, 16, seed=9)
+        options = {"cache_seqlens": torch.tensor((7, 0, 5), dtype=torch.int32), "causal": True}
+        out = flash_attn.flash_attn_with_kvcache(*rows, **options, rotary_cos=cos, rotary_sin=sin)
+        results.append((out, k_cache[0, :9]))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
 def test_kvcache_lengths_as_int_or_none():
     q = randn(3, 1, 4, 16)
     k_cache, v_cache = cache(filled=(7, 7, 7))

@@ -268,6 +268,26 @@ def test_private_forward_over_a_cache_of_which_some_queries_exist(theirs, has_ne
         torch.testing.assert_close(t, own)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_an_e4m3_cache_of_which_some_queries_exist(is_packed):
+    """Each entry has descales of its own."""
+    q, k, v = (t.float().to(E4M3) for t in qkv(seqlen_q=4, seqlen_k=12))
+    lengths, used = torch.tensor([4, 9], dtype=INT32), torch.tensor([3, 1], dtype=INT32)
+    names = ("q_descale", "k_descale", "v_descale")
+    descales = {n: torch.rand(2, 2, generator=torch.Generator().manual_seed(i)) + 0.5 for i, n in enumerate(names)}
+    rows, cut = (q.flatten(0, 1), {"cu_seqlens_q": torch.tensor([0, 4, 8], dtype=INT32)}) if is_packed else (q, {})
+    given = {"causal": True, "leftpad_k": torch.zeros(2, dtype=INT32)}
+    out = fa3._flash_attn_forward(
+        rows, k, v, **cut, **given, **descales, max_seqlen_q=4, seqused_q=used, seqused_k=lengths
+    )[0].view(2, 4, 4, 8)
+    for b, count in enumerate(used.tolist()):
+        entry = slice(b, b + 1)
+        own = {n: t[entry] for n, t in (descales | {"leftpad_k": given["leftpad_k"], "seqused_k": lengths}).items()}
+        alone = fa3._flash_attn_forward(q[entry, :count], k[entry], v[entry], causal=True, **own)[0]
+        torch.testing.assert_close(out[entry, :count], alone)
+        assert not out[b, count:].any()
+
+
 def test_what_calls_beside_a_cache_refuse_of_their_lengths():
     q, k, v = qkv()
     with pytest.raises(TypeError, match=r"seqused_k: expected an int32 torch\.Tensor, got list"):
@@ -594,6 +614,24 @@ def test_rows_without_room_are_dropped(lengths):
                 if 0 <= start + i < 4:
                     expected[b, start + i] = rows[b, i]
         assert torch.equal(c, expected)
+
+
+def test_rows_for_pages_that_do_not_exist_are_dropped():
+    caches = [torch.zeros(4, 2, 1, 1) for _ in range(2)]
+    new = [torch.arange(1.0, 9).view(2, 4, 1, 1), torch.arange(11.0, 19).view(2, 4, 1, 1)]
+    table = torch.tensor([[2, 4], [-1, 1]], dtype=INT32)
+    append((caches[0], caches[1]), table, (new[0], new[1]), torch.tensor([0, 0], dtype=INT32), None)
+    for c, rows in zip(caches, new, strict=True):
+        expected = torch.zeros_like(c)
+        expected[2], expected[1] = rows[0, :2], rows[1, 2:]
+        assert torch.equal(c, expected)
+
+
+@pytest.mark.parametrize("num_splits", [-1, 0, 1000])
+def test_any_number_of_splits(num_splits):
+    q, k, v = qkv(seqlen_q=1)
+    expected = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=9)
+    torch.testing.assert_close(fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=9, num_splits=num_splits), expected)
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import onepass
 from onepass.dispatch import backends
+from onepass.testing.budget import compare
 from onepass.testing.inputs import Call, fenced, random_call
 
 DEVICE = os.environ.get("ONEPASS_TEST_DEVICE", "cuda")
@@ -227,6 +228,15 @@ def assert_taken(call: Call) -> None:
 def run_as_user(call: Call) -> onepass.AttentionOutput:
     """Run the call as a user does: without NaN in unseen rows and without poisoned memory."""
     return Call(call.tensors, call.options).run()
+
+
+def assert_rounded_alike(actual: Tensor, other: Tensor) -> None:
+    """Two results of one computation, each of which is rounded to its dtype and adds up probabilities that are.
+
+    Args: actual, other: (.., rows, heads, dim). Raises: AssertionError if one is off by more than both roundings.
+    """
+    row = compare("out", actual, other.double(), other, floor=torch.finfo(other.dtype).eps * other.abs().double())
+    assert row.ok, str(row)
 
 
 def bits(t: Tensor) -> Tensor:
