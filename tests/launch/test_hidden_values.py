@@ -1,4 +1,4 @@
-"""NaN and infinity in keys that a bias of -inf or left padding hides, in the PTX of the Ampere kernels, on the CPU."""
+"""NaN and infinity in keys that a bias, left padding or a window hides: the PTX of the Ampere kernels, on the CPU."""
 
 import importlib.util
 import sys
@@ -13,8 +13,9 @@ import torch
 from onepass import reference
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import forward_sm80 as launch
-from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs, Modifiers
 from onepass.testing.budget import compare, compare_gradients, compare_lse
+from onepass.tiled import forward
 
 DEVICE_TESTS = str(Path(__file__).parents[1] / "device")
 sys.path.insert(0, DEVICE_TESTS)
@@ -86,3 +87,24 @@ def test_what_a_bias_or_left_padding_hides():
     for gradient in gradients[1:]:
         assert not gradient[:, hidden].any()
         assert not gradient[1, :70].any()
+
+
+def test_gradients_of_a_window():
+    """Both sides hide keys of every query but the first and last ones, and the first key is NaN where none sees it."""
+    q, k, v = (torch.randn(1, n, h, 64).bfloat16() for n, h in ((100, 2), (150, 1), (150, 1)))
+    options = {"window": (20, 7)}  # query i stands at key i + 50, so that keys 0 to 29 are seen by none
+    inputs = AttentionInputs(q, k, v)
+    problem = AttentionProblem.of(inputs, softmax_scale=0.125, mask=Mask(20, 7), softcap=None, deterministic=False)
+    out, lse = forward(problem, inputs)
+    dout = torch.randn(out.shape).bfloat16()
+    exact, in_torch = (oracle(inputs, options, t, dout) for t in (torch.float64, torch.bfloat16))
+    dirty = inputs._replace(k=k.clone(), v=v.clone())
+    for t in dirty[1:3]:
+        t[:, 29] = torch.nan
+    gradients = gradients_of(problem, dirty, out, lse, dout, None)[:3]
+    for name, gradient, *right in zip("qkv", gradients, exact, in_torch, strict=True):
+        row = compare_gradients(name, gradient, right[0], right[1].to(gradient.dtype), 0.0)
+        assert row.ok, str(row)
+    for gradient in gradients[1:]:
+        assert not gradient[:, :30].any()
+        assert gradient[:, 30].any()
