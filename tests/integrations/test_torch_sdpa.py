@@ -347,6 +347,57 @@ def test_quantized_operators():
     assert (lse.shape, max_q) == ((2, 4, 37), 37)
 
 
+def refusals():
+    q, k, v = qkv()
+    wide = normal(2, 4, 37, 24)
+    rows = [heads_second(t) for t in (q, k, v)]
+    e4m3, others = ([t.to(torch.float8_e4m3fn) for t in x] for x in ((q, k, v), (q[:, :, 1:], k, v)))
+    eight, used = [heads_second(t) for t in e4m3], torch.tensor([3, 3], dtype=torch.int32)
+    whole, none = (None, None, 37, 37, 0.0, False, False), (None, None, None)
+    dropped = (None, None, 37, 37, 0.3, False, False)
+    debug = "return_debug_mask: expected False, got True"
+    sizes = "value: expected query's head_dim 16, got 24"
+    packed = "cum_seq_q: expected packed sequences without a bias"
+    return [
+        (lambda: operators.sdpa_flash(q, k, v, 0.0, False, True), debug),
+        (lambda: operators.sdpa_flash(q, k, wide), sizes),
+        (lambda: operators.sdpa_flash(q, k, v, sinks=1), "sinks: expected None, got int"),
+        (lambda: operators.flash_forward(*rows, *whole[:-1], True), debug),
+        (lambda: operators.flash_forward(*rows[:2], heads_second(wide), *whole), sizes),
+        (lambda: operators.sdpa_cudnn(q, k, v, None, True, 0.0, False, True), debug),
+        (lambda: operators.cudnn_forward(*rows, None, *whole[:4], True), packed),
+        (lambda: operators.sdpa_cpu(q, k, v, 0.3), "dropout_p: expected 0, .* got 0.3"),
+        (lambda: operators.sdpa_cpu(q, k, wide), sizes),
+        (lambda: operators.sdpa_flash_quantized(*others, *none, 0.0, True), "is_causal: expected False with different"),
+        (lambda: operators.flash_forward_quantized(*eight, *whole[:-1], True, *none), debug),
+        (lambda: operators.flash_forward_quantized(*eight, *dropped, *none), "dropout_p: expected None, got float"),
+        (
+            lambda: operators.flash_forward_quantized(*eight, *whole, *none, seqused_k=used),
+            "seqused_k: expected None in FP8 without cum_seq_q, got a tensor",
+        ),
+        (
+            lambda: operators.flash_forward_quantized(*eight, *whole, *none, alibi_slopes=torch.ones(4)),
+            "alibi_slopes: expected None, got Tensor",
+        ),
+    ]
+
+
+def test_what_the_operators_refuse():
+    for call, message in refusals():
+        with pytest.raises(NotImplementedError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("lengths", [(30, 37), (37, 30), (1, 37)])
+def test_the_operator_of_cpus_aligns_its_causal_mask_at_the_top_left(lengths):
+    q, k, v = qkv(4, 4, *lengths)
+    out, lse = operators.sdpa_cpu(q, k, v, 0.0, True)
+    assert lse.transpose(1, 2).is_contiguous()
+    expected = oracle(q, k, v, window=(None, lengths[0] - lengths[1]))
+    gradients = operators.sdpa_cpu_backward(2 * out, q, k, v, out, lse, 0.0, True)
+    assert_close([out, *gradients], expected)
+
+
 def test_random_states_draw_from_torchs_generator():
     q, k, v = qkv()
     states = []
