@@ -76,6 +76,23 @@ def test_step_by_step_is_one_causal_forward(seqlen_new, options):
         assert c[:, 48:].isnan().all()
 
 
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "options", [{"num_splits": 3}, {"split_size": 64}, {"num_splits": 2, "window": (5, -80)}], ids=str
+)
+def test_sinks_that_are_no_numbers_join_splits_as_they_join_a_whole_row(value, options):
+    q, k, v = dense(room=200)
+    sinks = torch.tensor([0.5, value, 1e4, -1e4], dtype=q.dtype)
+    call = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths(200, 70), "sinks": sinks, "return_lse": True}
+    window = {"window": options["window"]} if "window" in options else {}
+    whole = onepass.attention_decode(**call, **window)
+    for mine, right in zip(onepass.attention_decode(**call, **options), whole, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12, equal_nan=True)
+    if value == float("inf"):
+        assert (whole.lse[:, 1] == value).all()
+        assert (whole.out[:, :, 1] == 0).all()
+
+
 @pytest.mark.parametrize("backend", [cpu, tiled], ids=["cpu", "tiled"])
 @pytest.mark.parametrize("options", [{}, {"num_splits": 1}, {"num_splits": 3}, {"split_size": 64}], ids=str)
 def test_partial_results_of_16_bits_in_float32(backend, options):
