@@ -549,6 +549,7 @@ OTHER_CACHES = {
     "more heads": {"k_cache": zeros(40, 4, 16), "v_cache": zeros(40, 4, 16)},
     "heads of v_cache alone": {"v_cache": zeros(40, 4, 16)},
     "fewer entries": {"k_cache": zeros(40, 2, 16)[:1], "v_cache": zeros(40, 2, 16)[:1]},
+    "fewer entries of k_cache": {"k_cache": zeros(40, 2, 16)[:1]},
     "fewer entries of v_cache": {"v_cache": zeros(40, 2, 16)[:1]},
     "columns of k_cache apart": {"k_cache": zeros(40, 2, 32)[..., ::2]},
     "columns of v_cache apart": {"v_cache": zeros(40, 2, 32)[..., ::2]},

@@ -207,16 +207,18 @@ def test_the_operator_alone_spreads_them():
 def test_float32_is_not_rounded(count):
     """Where torch may round float32 operands of a product, `tiled` computes, in float64."""
     q, k, v = qkv()
-    precise = onepass.attention(q, k, v)
-    assert count["_forward"] == 1
+    precise, leaves = onepass.attention(q, k, v), [t.clone().requires_grad_() for t in (q, k, v)]
+    recorded = onepass.attention(*leaves)
+    assert count == {"_forward": 2, "_backward": 0}
     before = torch.backends.mkldnn.matmul.fp32_precision
     try:
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
         torch.testing.assert_close(onepass.attention(q, k, v), precise)
+        torch.autograd.grad(recorded.sum(), leaves)
         onepass.attention(*(t.bfloat16() for t in (q, k, v)))
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before
-    assert count["_forward"] == 2
+    assert count == {"_forward": 3, "_backward": 0}
 
 
 def test_same_bits_every_time():
@@ -283,6 +285,14 @@ def test_windows_about_as_long_as_the_keys(lengths, count):
         for mine, right in zip(*results, strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12, msg=f"{window}")
     assert count["_forward"] > 8
+
+
+@pytest.mark.parametrize("name", ["float32_out", "float32_dkv"])
+def test_results_in_another_dtype_are_not_its_own(name):
+    """The operators round their results to the dtype of q."""
+    problem = problem_of(*qkv(dtype=torch.bfloat16))
+    assert cpu.unsupported(problem) is None
+    assert cpu.unsupported(replace(problem, **{name: True})) == "expected results in the dtype of q, k and v"
 
 
 def test_other_devices_and_head_dims():

@@ -1,6 +1,5 @@
 """attention_decode on the CPU: steps agree with one call, splits with one pass, pages with a dense cache."""
 
-import importlib
 import itertools
 from dataclasses import replace
 
@@ -8,10 +7,11 @@ import pytest
 import torch
 
 import onepass
-from onepass import cpu, reference, tiled
+from onepass import reference
 from onepass.problem.decode import DecodeInputs
 from onepass.testing import floor_of_out, random_decode_call
 from onepass.testing.budget import compare, compare_lse
+from onepass.tiled import decode
 from onepass.validation.decode import check_decode
 
 INT32 = torch.int32
@@ -93,19 +93,17 @@ def test_sinks_that_are_no_numbers_join_splits_as_they_join_a_whole_row(value, o
         assert (whole.out[:, :, 1] == 0).all()
 
 
-@pytest.mark.parametrize("backend", [cpu, tiled], ids=["cpu", "tiled"])
 @pytest.mark.parametrize("options", [{}, {"num_splits": 1}, {"num_splits": 3}, {"split_size": 64}], ids=str)
-def test_partial_results_of_16_bits_in_float32(backend, options):
+def test_partial_results_of_16_bits_in_float32(options):
     """A rank's result is merged with those of other ranks, so it is not rounded to 16 bits, even if it is whole."""
-    q, k, v = dense(dtype=torch.bfloat16)
+    q, k, v = dense(dtype=torch.bfloat16, head_dims=(8, 8))
     inputs = DecodeInputs(q, k, v, lengths(70, 33))
     numbers = {"num_splits": None, "split_size": None} | options
     given = dict.fromkeys(("window", "softcap", "softmax_scale"))
     flags = dict.fromkeys(("rotary_interleaved", "check_values", "return_lse"), False)
     problem = check_decode(inputs, causal=True, **numbers, **given, **flags)
     problem = replace(problem, attention=replace(problem.attention, float32_out=True))
-    assert backend is tiled or cpu.unsupported(problem.attention)
-    out, lse = importlib.import_module(f"{backend.__name__}.decode").decode(problem, inputs)
+    out, lse = decode.decode(problem, inputs)
     assert out.dtype == lse.dtype == torch.float32
     for b, n in enumerate((70, 33)):
         expected = reference.attention(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], causal=True)

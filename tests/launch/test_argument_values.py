@@ -1,0 +1,205 @@
+"""What launches compute for their kernels on the host: windows, scales, copies, descales, terms, skipped blocks."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onepass.kernels.config import BackwardConfigSm80
+from onepass.kernels.launch import arguments, forward_sm80, modifiers
+from onepass.kernels.launch.backward import BackwardLaunch
+from onepass.kernels.launch.decode import SplitPlan
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.problem.decode import DecodeInputs, DecodeProblem, rounded_length
+from onepass.problem.descales import descale_of_keys
+
+INT32, E4M3 = torch.int32, torch.float8_e4m3fn
+PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 2, 30, 50, 4, 2, 64, 64, softmax_scale=0.25, mask=Mask())
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (Mask(), (None, None)),
+        (Mask(3, 0), (3, 0)),
+        (Mask(2**48, 2**48), (50, 50)),
+        (Mask(-(2**48), None), (-50, None)),
+        (Mask(None, -(2**48)), (None, -50)),
+    ],
+)
+def test_a_window_fits_into_32_bits(mask, expected):
+    assert arguments.window_bounds(replace(PROBLEM, mask=mask)) == expected
+    assert arguments.window_bounds(replace(PROBLEM, mask=mask, seqlen_q=50, seqlen_k=30)) == expected
+    # positions may be beyond every key
+    far = tuple(side if side is None or abs(side) < 50 else math.copysign(2**30, side) for side in expected)
+    assert arguments.window_bounds(replace(PROBLEM, mask=mask, has_q_positions=True)) == far
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_scales_give_the_scores_in_base_2(softcap):
+    scale_log2, tanh_scale = arguments.score_scales(replace(PROBLEM, softcap=softcap))
+    for s in (-40.0, -3.0, 0.5, 20.0):
+        score = s * PROBLEM.softmax_scale
+        score = score if softcap is None else softcap * math.tanh(score / softcap)
+        # the kernel's formula, see `soft_cap` of the device code
+        unit = s if tanh_scale is None else 1 - 2 / (1 + 2 ** (s * tanh_scale))
+        assert scale_log2 * unit == pytest.approx(score / math.log(2))
+
+
+def any_layout(rng, dtype):
+    """A view of memory with random strides, sizes of 1 among them, and a random first element."""
+    rows, heads, columns = rng.choice([1, 3]), rng.choice([1, 2]), rng.choice([1, 3, 4, 8, 16, 24])
+    row = heads * columns + rng.choice([0, 0, 1, 2, 4, 8])
+    head = columns if rng.random() < 0.7 else row // heads
+    offset = rng.choice([0, 0, 1, 2, 4, 8])
+    memory = torch.zeros(4096, dtype=torch.uint8).view(dtype)
+    return memory.as_strided((rows, heads, columns), (row, head, 1), offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3], ids=str)
+def test_copies_are_as_wide_as_addresses_rows_and_strides_allow(dtype):
+    rng = random.Random(0)
+    found = set()
+    for _ in range(300):
+        tensors = [any_layout(rng, dtype) for _ in range(rng.choice([1, 1, 2]))]
+        numbers = [t.shape[-1] for t in tensors] + [t.storage_offset() for t in tensors]
+        numbers += [t.stride(d) for t in tensors for d in (0, 1) if t.shape[d] > 1]
+        bytes_ = math.gcd(16, *(n * dtype.itemsize for n in numbers))
+        if bytes_ >= min(arguments.VECTOR_BYTES):
+            assert arguments.vector_bytes(*tensors) == bytes_
+            found.add(bytes_)
+        for t in tensors:
+            multiple = 16 if dtype == E4M3 else 8
+            fits = all(t.stride(d) % multiple == 0 for d in (0, 1) if t.shape[d] > 1)
+            assert arguments.is_aligned(t) == (fits and t.storage_offset() * dtype.itemsize % 16 == 0)
+            assert (arguments.aligned(t) is t) == arguments.is_aligned(t)
+    assert len(found) > 2
+
+
+def test_every_shape_of_a_descale_says_what_it_says_by_keys():
+    """Strides of 0 stand for what keys, heads or entries share."""
+    q, cache = torch.zeros(3, 1, 4, 16), torch.zeros(3, 40, 2, 16).to(E4M3)
+    pages, table = torch.zeros(9, 16, 2, 16).to(E4M3), torch.tensor([[3, 1, 0], [8, 2, 4], [5, 6, 7]], dtype=INT32)
+    for shape, kv_block, is_paged in (
+        ((), None, False),
+        ((2,), None, False),
+        ((3, 2), None, False),
+        ((3, 2, 3), 16, False),
+        ((2,), 16, False),
+        ((3, 2), 16, False),
+        ((2,), 16, True),
+        ((9, 2), 16, True),
+        ((3, 2), None, True),
+    ):
+        descale = torch.rand(shape)
+        kept = pages if is_paged else cache
+        inputs = DecodeInputs(q, kept, kept, torch.full((3,), 40, dtype=INT32), table if is_paged else None)
+        inputs = inputs._replace(k_descale=descale, v_descale=2 * descale)
+        attention = inputs.attention(softmax_scale=1.0, mask=Mask(), softcap=None, deterministic=False)
+        problem = DecodeProblem.of(attention, inputs, kv_block=kv_block)
+        k_descale, v_descale, block = arguments.descale_arguments(problem, inputs)
+        assert torch.equal(v_descale, 2 * k_descale)
+        assert block == (None if is_paged else kv_block)
+        entry, key = torch.arange(3)[:, None].expand(3, 40), torch.arange(40).expand(3, 40)
+        expected = descale_of_keys(descale, inputs, kv_block, entry, key)[..., 0].expand(3, 40, 2)
+        by_block = kv_block is not None
+        outer = table.long()[entry, key // 16] if is_paged and by_block else entry
+        last = key // kv_block if by_block and not is_paged else torch.zeros_like(key)
+        found = k_descale[outer[..., None], torch.arange(2), last[..., None]]
+        assert torch.equal(found, expected), (shape, kv_block, is_paged)
+
+
+def posed(**given):
+    q, k = torch.zeros(2, 30, 4, 64), torch.zeros(2, 50, 2, 64)
+    inputs = ModifiedInputs(q, k, k, *[None] * 4, Modifiers(**given))
+    problem = AttentionProblem.of(inputs, softmax_scale=0.25, mask=Mask(), softcap=None, deterministic=False)
+    return problem, inputs
+
+
+def test_terms_reach_a_kernel_with_rows_first():
+    ranges, positions = torch.randint(0, 50, (1, 4, 30, 2)).int(), torch.randint(0, 50, (2, 30)).int()
+    slopes, bias = torch.rand(4), torch.rand(2, 1, 1, 50, dtype=torch.float64)
+    problem, inputs = posed(key_ranges=ranges, q_positions=positions, alibi_slopes=slopes, bias=bias)
+    found = modifiers.arguments_of(problem, inputs.modifiers)
+    assert torch.equal(found[0][7, :, 3, 1], ranges[0, 3, 7])
+    assert torch.equal(found[1][:, 1], positions[1])
+    assert torch.equal(found[2], slopes[:, None].expand(4, 2))
+    # with positions the only row of a bias is that of every position; a kernel reads no float64
+    assert found[3].shape == (2**30, 50, 4, 2)
+    assert found[3].dtype == torch.float32
+    assert torch.equal(found[3][2**30 - 1, :, 3, 1], bias[1, 0, 0].float())
+    assert found[4] == pytest.approx(1 / 0.25)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 50), (30, 1), (30, 50)])
+def test_a_bias_is_seen_in_full(rows, columns):
+    bias = torch.rand(1, 4, rows, columns)
+    problem, inputs = posed(bias=bias)
+    seen = modifiers.arguments_of(problem, inputs.modifiers)[0]
+    assert torch.equal(seen, bias.expand(2, 4, 30, 50).permute(2, 3, 1, 0))
+
+
+def test_dropout_knows_the_heads_of_the_whole_call():
+    state = torch.tensor([5, 6])
+    problem, inputs = posed(dropout_state=state)
+    problem = replace(problem, dropout_p=0.5)
+    assert modifiers.arguments_of(problem, inputs.modifiers)[-2:] == (0, 4)
+    problem = replace(problem, first_head=3, all_heads=12)
+    assert modifiers.arguments_of(problem, inputs.modifiers)[-2:] == (3, 12)
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths", "may_skip"),
+    [
+        (Mask(), (30, 50), False),
+        (Mask(None, 0), (30, 50), False),
+        (Mask(None, 0), (50, 30), True),
+        (Mask(None, 20), (50, 30), False),
+        (Mask(None, -20), (30, 50), False),
+        (Mask(None, -21), (30, 50), True),
+        (Mask(0, None), (30, 50), False),
+        (Mask(-1, None), (30, 50), True),
+    ],
+)
+def test_blocks_of_queries_that_may_see_no_key(mask, lengths, may_skip):
+    """Nobody writes dq of a block that no tile of keys visits."""
+    problem = replace(PROBLEM, mask=mask, seqlen_q=lengths[0], seqlen_k=lengths[1])
+    launch = BackwardLaunch(problem, BackwardConfigSm80(), *[None] * 5, 1, 1)
+    assert launch.may_skip_blocks is may_skip
+    used = BackwardLaunch(replace(problem, has_seqused_k=True), BackwardConfigSm80(), *[None] * 5, 1, 1)
+    assert used.may_skip_blocks
+
+
+def test_results_in_float32_are_written_by_the_merge():
+    problem = DecodeProblem(PROBLEM, num_splits=1)
+    assert SplitPlan.of(problem, 64, lambda: 7) == (1, 0, False)
+    assert SplitPlan.of(replace(problem, attention=replace(PROBLEM, float32_out=True)), 64, lambda: 7) == (1, 0, True)
+    assert SplitPlan.of(replace(problem, num_splits=None), 64, lambda: 7) == (7, 0, True)
+    assert SplitPlan.of(replace(problem, num_splits=None, split_size=64), 64, lambda: 7) == (1, 1, True)
+
+
+def test_a_launch_serves_caches_of_nearly_one_length_where_nothing_goes_with_the_length():
+    problem = DecodeProblem(replace(PROBLEM, seqlen_k=130))
+    assert problem.of_rounded_length.attention.seqlen_k == rounded_length(130) > 130
+    for fixed in (
+        replace(problem, page_size=16),
+        replace(problem, kv_block=16),
+        replace(problem, split_size=64),
+        replace(problem, attention=replace(problem.attention, is_packed=True)),
+        replace(problem, attention=replace(problem.attention, bias_dtype=torch.float32)),
+    ):
+        assert fixed.of_rounded_length is fixed
+
+
+def test_inputs_without_modifiers_have_no_terms():
+    q = torch.zeros(2, 30, 4, 64)
+    assert modifiers.arguments_of(PROBLEM, AttentionInputs(q, q, q).modifiers) is None
+
+
+def test_a_scale_that_is_not_above_0_needs_a_softcap_on_ampere():
+    for scale in (0.0, -0.5):
+        problem = replace(PROBLEM, softmax_scale=scale)
+        assert "softmax_scale: expected a number above 0" in forward_sm80.unsupported(problem)
+        assert forward_sm80.unsupported(replace(problem, softcap=5.0)) is None
