@@ -57,7 +57,7 @@ SWAPPED_NAMES = {
 # Methods that give what they are called on, except in some cases.
 GUARDS = {"clamp", "clamp_", "nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_", "contiguous"}
 # Hints and texts, whose values do not affect results.
-IDLE_KEYWORDS = {"unroll", "stacklevel", "loc", "ip"}
+IDLE_KEYWORDS = {"unroll", "stacklevel", "loc", "ip", "strict"}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 import onepass
 from onepass import distributed
 from onepass.compat import flash_attn, flash_attn_3, flash_attn_4, rotary, sdpa
+from onepass.geometry.splits import MAX_SPLITS_BY_SIZE
 from onepass.integrations.vllm import cache as vllm_cache
 from onepass.kernels.config import BackwardConfigSm80, ForwardConfigSm80, ForwardConfigSm90, arch
 from onepass.kernels.config.decode import DecodeConfigSm80
@@ -71,6 +72,8 @@ def quantized_v(**changes):
 
 
 ROWS = torch.randn(2, 6, 2, 8)
+TABLES = {"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}
+LONG = dict.fromkeys(("k_cache", "v_cache"), torch.zeros(1, 1, 1, 8).expand(2, 64 * MAX_SPLITS_BY_SIZE + 1, 2, 8))
 
 VALUE_ERRORS = [
     (lambda: flash_attn_3.flash_attn_with_kvcache(*(t[0] for t in qkv())), "q: expected 4 dimensions, got 3"),
@@ -113,6 +116,15 @@ VALUE_ERRORS = [
         lambda: decoded(k_cache=ROWS[:, :0], v_cache=ROWS[:, :0], page_table=torch.zeros(2, 1, dtype=INT32)),
         "k_cache: expected pages of at least 1 key",
     ),
+    (
+        lambda: decoded(**TABLES, rotary_positions_k=torch.zeros(2, 1, dtype=INT32)),
+        "rotary_positions_k: expected None without k_new, got Tensor",
+    ),
+    (
+        lambda: decoded(rotary_positions_q=torch.zeros(2, 1, dtype=INT32)),
+        "rotary_positions_q: expected None without rotary_cos, got Tensor",
+    ),
+    (lambda: decoded(**LONG, split_size=64), f"split_size: expected at most {MAX_SPLITS_BY_SIZE} splits of the cache"),
     (lambda: packed_decoded(ROWS[0], []), r"cu_seqlens_q: expected shape \(batch \+ 1,\)"),
     (
         lambda: onepass.merge_partials(torch.tensor(1.0), torch.tensor(1.0)),
