@@ -21,18 +21,6 @@ def refuse_lost_gradients(named: dict[str, torch.Tensor | None]) -> None:
             )
 
 
-def refuse_backward(function: str, named: dict[str, torch.Tensor | None]) -> None:
-    """Raise UnsupportedError for a tensor that requires a gradient, which a function without a backward would lose."""
-    if not torch.is_grad_enabled():
-        return
-    for name, t in named.items():
-        if t is not None and t.requires_grad:
-            raise UnsupportedError(
-                f"{name}: expected a tensor without requires_grad, because {function} has no backward; "
-                "call it under torch.no_grad()"
-            )
-
-
 def refuse_forward_mode(*tensors: torch.Tensor | None) -> None:
     """Raise UnsupportedError for a tensor with a tangent, which torch would drop silently."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():

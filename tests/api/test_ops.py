@@ -209,6 +209,15 @@ def test_forward_mode_is_refused_with_a_reason():
         assert onepass.attention(q, k, v).isfinite().all()
 
 
+def test_the_operator_that_merges_has_results_of_the_dtypes_that_its_fake_says():
+    outs, lses = torch.randn(3, 2, 9, 4, 8).bfloat16(), torch.randn(3, 2, 4, 9)
+    torch.library.opcheck(torch.ops.onepass.merge_partials, (outs, lses))
+    out, lse = torch.ops.onepass.merge_partials(outs, lses)
+    expected = onepass.merge_partials(outs, lses)
+    assert torch.equal(out, expected.out)
+    assert torch.equal(lse, expected.lse)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_inputs_and_nothing_inside(dtype):
     q, k, v = qkv(2, 9, dtype=torch.float32)

@@ -498,6 +498,20 @@ def test_zeros():
         assert quantized.dequantize()[2].isfinite().all()
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_descales_are_numbers_above_zero_whatever_the_values_are(granularity):
+    """Rows of zeros, of NaN, of infinity, and of numbers that are not normal, among others."""
+    tensors = make()
+    for t in tensors:
+        for row, value in enumerate((0.0, math.nan, math.inf, -math.inf, 1e-45, 3e38)):
+            t[:, 64 * row : 64 * row + 3] = value
+            t[1, row] = value
+    quantized = onepass.quantize_fp8(*tensors, granularity=granularity, rotate=False)
+    for descale in quantized.descales:
+        assert descale.isfinite().all()
+        assert (descale > 0).all()
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_no_rows_no_keys(shape, granularity):

@@ -148,6 +148,18 @@ def test_random_problems_pass_with_margin(seeds):
             assert row.scale.share < 0.5, (seed, row.name, row.scale)
 
 
+@pytest.mark.parametrize(("compared", "factor"), [(compare, 2), (compare_gradients, 3)])
+def test_the_largest_error_is_a_multiple_of_that_of_plain_pytorch(compared, factor):
+    oracle = torch.randn(4, 2, 8, dtype=torch.float64)
+    plain = oracle + 0.1
+    unit = torch.finfo(torch.float32).eps * float(oracle.abs().max())
+    for share, ok in ((0.99, True), (1.01, False)):
+        actual = oracle.clone()
+        actual[1, 1, 1] += factor * 0.1 * share + unit * share
+        row = compared("x", actual.float(), oracle, plain.float())
+        assert (row.error <= row.budget) is ok
+
+
 def test_a_block_without_values_has_no_scale():
     zeros = torch.zeros(1, 70, 2, 8, dtype=BF16)
     assert compare("dq", zeros, zeros.double(), zeros).ok

@@ -13,6 +13,7 @@ from onepass.integrations.vllm import cache as vllm_cache
 from onepass.kernels.config import BackwardConfigSm80, ForwardConfigSm80, ForwardConfigSm90, arch
 from onepass.kernels.config.decode import DecodeConfigSm80
 from onepass.problem import AttentionProblem, Mask
+from onepass.validation.decode import few_queries
 
 E4M3, INT32 = torch.float8_e4m3fn, torch.int32
 PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 1, 512, 512, 8, 8, 128, 128, softmax_scale=0.1, mask=Mask())
@@ -124,6 +125,10 @@ VALUE_ERRORS = [
         lambda: decoded(rotary_positions_q=torch.zeros(2, 1, dtype=INT32)),
         "rotary_positions_q: expected None without rotary_cos, got Tensor",
     ),
+    (
+        lambda: decoded(rotary_cos=torch.ones(0, 4), rotary_sin=torch.ones(0, 4)),
+        r"rotary_cos: expected shape \(positions, rotary_dim / 2\) with rotary_dim up to 8, got \(0, 4\)",
+    ),
     (lambda: decoded(**LONG, split_size=64), f"split_size: expected at most {MAX_SPLITS_BY_SIZE} splits of the cache"),
     (lambda: packed_decoded(ROWS[0], []), r"cu_seqlens_q: expected shape \(batch \+ 1,\)"),
     (
@@ -196,3 +201,9 @@ def test_refused(error, call, message):
 def test_a_plan_of_this_process_needs_a_process_group():
     with pytest.raises(RuntimeError, match=r"group: expected an initialized torch\.distributed, or num_ranks"):
         distributed.plan(16, num_heads_q=2, num_heads_kv=2, head_dim=8)
+
+
+def test_a_hint_of_few_queries():
+    offsets = torch.tensor([0, 40], dtype=INT32)
+    assert [few_queries(n, offsets) for n in (None, 0, 1, 32, 33)] == [None, 0, 1, 32, None]
+    assert few_queries(torch.tensor(3), offsets) is None  # it is not read
