@@ -62,25 +62,34 @@ def oracle(inputs, options, dtype, dout=None):
     return (out, lse) if dout is None else torch.autograd.grad(out, leaves, dout.to(dtype))
 
 
-def test_what_a_bias_or_left_padding_hides():
-    """Left padding without a causal mask, and hidden keys of NaN, +inf and -inf: forward and gradients."""
-    problem, inputs, options, hidden = posed()
-    exact, in_torch = (oracle(inputs, options, t) for t in (torch.float64, torch.bfloat16))
-    assert exact[1][1, :, :20].isneginf().all()
+def with_hidden_values(inputs, hidden):
+    """The keys that nobody sees as NaN, +inf and -inf."""
     wild = [t.clone() for t in inputs[1:3]]
     for t in wild:
         t[1, :70] = torch.nan
         for key, value in zip(hidden, (torch.nan, torch.inf, -torch.inf), strict=True):
             t[:, key] = value
-    dirty = inputs._replace(k=wild[0], v=wild[1])
-    out, lse = computed(problem, dirty)
+    return inputs._replace(k=wild[0], v=wild[1])
+
+
+def test_what_a_bias_or_left_padding_hides():
+    """Left padding without a causal mask."""
+    problem, inputs, options, hidden = posed()
+    exact, in_torch = (oracle(inputs, options, t) for t in (torch.float64, torch.bfloat16))
+    assert exact[1][1, :, :20].isneginf().all()
+    out, lse = computed(problem, with_hidden_values(inputs, hidden))
     found = compare("out", out, exact[0], in_torch[0]), compare_lse(lse, exact[1])
     assert all(row.ok for row in found), "\n".join(map(str, found))
 
+
+@pytest.mark.slow
+def test_gradients_beside_what_a_bias_or_left_padding_hides():
+    problem, inputs, options, hidden = posed()
+    out, lse = forward(problem, inputs)
     dout = torch.randn(out.shape).bfloat16()
     exact, in_torch = (oracle(inputs, options, t, dout) for t in (torch.float64, torch.bfloat16))
     one = 4 * torch.finfo(torch.bfloat16).eps * float(dout.abs().max() * inputs.v.abs().max())
-    gradients = gradients_of(problem, dirty, out, lse, dout, None)[:3]
+    gradients = gradients_of(problem, with_hidden_values(inputs, hidden), out, lse, dout, None)[:3]
     for name, gradient, *right in zip("qkv", gradients, exact, in_torch, strict=True):
         row = compare_gradients(name, gradient, right[0], right[1].to(gradient.dtype), one)
         assert row.ok, str(row)

@@ -117,8 +117,8 @@ def test_few_faults_come_from_different_areas_and_many_from_all():
     assert drawn == drawn_jobs(10, seed=3)
     assert len(drawn) == len({job.area for job in drawn}) == 10
     assert {job.mutant for job in drawn}.isdisjoint(job.mutant for job in drawn_jobs(10, seed=4))
-    many = drawn_jobs(100, seed=5)
-    assert len({job.mutant for job in many}) == 100
+    many = drawn_jobs(40, seed=5)
+    assert len({job.mutant for job in many}) == 40
     assert {job.area for job in many} == {area.name for area in AREAS}
 
 
