@@ -78,7 +78,7 @@ $(VLLM_VENV)/installed: pyproject.toml
 test-vllm: $(VLLM_VENV)/installed
 	$(VLLM_VENV)/bin/python -m pytest -q tests/serving tests/integrations/test_vllm_cache.py
 
-# Do the tests notice one-line faults? Drawn by seed, planted in a copy; writes tests/mutants/record.json.
+# Do the tests notice one-line faults? 100 are drawn anew and planted in a copy, one after another.
 mutants: $(VENV)/installed
 	$(BIN)/python tests/mutants/run.py
 

@@ -1,14 +1,14 @@
 """NaN and infinity in keys that a bias, left padding or a window hides: the PTX of the Ampere kernels, on the CPU."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import machine_code
 import ptx_interpreter
 import pytest
 import sm80_forward
 import torch
+from test_backward_sm80_values import gradients_of
+from test_forward_sm80_values import ARCH, Arguments
 
 from onepass import reference
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
@@ -16,13 +16,6 @@ from onepass.kernels.launch import forward_sm80 as launch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs, Modifiers
 from onepass.testing.budget import compare, compare_gradients, compare_lse
 from onepass.tiled import forward
-
-DEVICE_TESTS = str(Path(__file__).parents[1] / "device")
-sys.path.insert(0, DEVICE_TESTS)
-from test_backward_sm80_values import gradients_of  # noqa: E402
-from test_forward_sm80_values import ARCH, Arguments  # noqa: E402
-
-sys.path.remove(DEVICE_TESTS)
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
