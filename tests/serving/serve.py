@@ -1,7 +1,7 @@
-"""Serve requests of a tiny model by vLLM on a CPU, and print their tokens as JSON.
+"""Serve requests of tiny models by vLLM on a CPU, one model after the other, and print their tokens as JSON.
 
-Arguments: the name of the model, and a folder for models. `test_serving.py` runs it once with onepass and once without
-(ONEPASS_VLLM).
+Arguments: a folder for models, and the names of the models. `test_serving.py` runs it once with onepass and once
+without (ONEPASS_VLLM).
 """
 
 from __future__ import annotations
@@ -69,8 +69,11 @@ def make_prompts() -> list[list[int]]:
     return [*prompts[:-1], prompts[1]]
 
 
-def by_transformers_with_e4m3_keys(path: Path) -> list[list[int]]:
-    """Greedy tokens by transformers in float32, with keys and values rounded to e4m3; no cache is used."""
+def by_transformers_with_e4m3_keys(path: Path, requests: list[list[int]]) -> list[list[int]]:
+    """The tokens that transformers chooses in float32 with keys and values rounded to e4m3, without a cache.
+
+    Args: requests: the tokens that follow each prompt. Each choice is made after those before it.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -81,37 +84,42 @@ def by_transformers_with_e4m3_keys(path: Path) -> list[list[int]]:
 
     ALL_ATTENTION_FUNCTIONS.register("e4m3_keys", attention)
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="e4m3_keys").float()
-    requests = []
-    for prompt in make_prompts():
-        ids = list(prompt)
+    chosen = []
+    for prompt, tokens in zip(make_prompts(), requests, strict=True):
         with torch.no_grad():
-            for _ in range(NEW_TOKENS):
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        requests.append(ids[len(prompt) :])
-    return requests
+            logits = model(torch.tensor([prompt + tokens])).logits[0]
+        chosen.append(logits[len(prompt) - 1 : -1].argmax(-1).tolist())
+    return chosen
 
 
-def serve(name: str, folder: Path) -> list[list[dict[int, float]]]:
-    """For each request and each of its tokens, greedily chosen, the most likely tokens with their logarithms."""
+def serve(name: str, folder: Path) -> dict[str, list]:
+    """What one model gives.
+
+    Returns: "requests", for each request and each of its tokens, greedily chosen, the most likely tokens with their
+    logarithms; "attention", the class that computes attention in each of the model's layers.
+    """
     from vllm import LLM, SamplingParams
 
     path, engine = make_model(name, folder)
     options = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 64, "enable_chunked_prefill": True}
-    options |= {"block_size": 32, "enforce_eager": True, "skip_tokenizer_init": True}
+    options |= {"block_size": 32, "enforce_eager": True, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 24}
     model = LLM(str(path), **(options | engine))
     requests = [{"prompt_token_ids": prompt} for prompt in make_prompts()]
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True, logprobs=5)
     results = model.generate(requests[:-1], sampling) + model.generate(requests[-1:], sampling)
     steps = [zip(r.outputs[0].token_ids, r.outputs[0].logprobs, strict=True) for r in results]
-    return [[{t: found[t].logprob for t in (token, *(set(found) - {token}))} for token, found in s] for s in steps]
+    likely = [[{t: found[t].logprob for t in (token, *(set(found) - {token}))} for token, found in s] for s in steps]
+    layers = model.llm_engine.vllm_config.compilation_config.static_forward_context
+    attention = [type(layer.impl).__name__ for layer in layers.values()]
+    return {"requests": likely, "attention": attention}
 
 
 if __name__ == "__main__":
     os.environ |= {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    print(json.dumps({"served": serve(sys.argv[1], Path(sys.argv[2]))}))
+    print(json.dumps({name: serve(name, Path(sys.argv[1])) for name in sys.argv[2:]}))

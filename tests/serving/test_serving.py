@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import serve
@@ -25,21 +26,35 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-def served(name, folder, with_onepass):
-    """The tokens of each request, and whether onepass computed them."""
-    environment = {**os.environ, "ONEPASS_VLLM": str(int(with_onepass)), "ONEPASS_LOG": "1"}
-    command = [sys.executable, serve.__file__, name, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    requests = json.loads(done.stdout.strip().splitlines()[-1])["served"]
-    return requests, "onepass: attention over a cache" in done.stderr
+@pytest.fixture(scope="module")
+def served(folder):
+    """What vLLM alone and vLLM with onepass give, by the name of the model. Each side is one process."""
+    for name in serve.MODELS:
+        serve.make_model(name, folder)
+    sides = []
+    for with_onepass, names in (("0", [name for name in serve.MODELS if name != E4M3]), ("1", serve.MODELS)):
+        # Both sides run at once, with one thread each: threads on busy cores wait for one another.
+        environment = {**os.environ, "ONEPASS_VLLM": with_onepass, "ONEPASS_LOG": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, serve.__file__, str(folder), *names]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        sides.append(subprocess.Popen(command, env=environment, **pipes))
+    try:
+        with ThreadPoolExecutor(len(sides)) as pool:
+            outputs = list(pool.map(lambda side: side.communicate(timeout=600), sides))
+    finally:
+        for side in sides:
+            side.kill()
+    for side, (_, errors) in zip(sides, outputs, strict=True):
+        assert side.returncode == 0, errors[-3000:]
+    assert ["onepass: attention over a cache" in errors for _, errors in outputs] == [False, True]
+    return [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
 
 
 @needs_vllm
 @pytest.mark.parametrize("name", [name for name in serve.MODELS if name != E4M3])
-def test_tokens_are_those_of_vllm(name, folder):
-    (plain, by_onepass), (found, is_onepass) = served(name, folder, False), served(name, folder, True)
-    assert (by_onepass, is_onepass) == (False, True)
+def test_tokens_are_those_of_vllm(name, served):
+    plain, found = (side[name]["requests"] for side in served)
+    assert [set(side[name]["attention"]) for side in served] == [{"CPUAttentionBackendImpl"}, {"OnepassImpl"}]
     assert (
         [len(request) for request in found]
         == [len(request) for request in plain]
@@ -62,16 +77,18 @@ def test_tokens_are_those_of_vllm(name, folder):
 
 
 @needs_vllm
-def test_tokens_from_an_e4m3_cache(folder):
+def test_tokens_from_an_e4m3_cache(folder, served):
     """Those of transformers with the same rounding. vLLM's own kernel for CPUs departs from them within nine tokens."""
-    found, is_onepass = served(E4M3, folder, True)
-    assert is_onepass
+    found = served[1][E4M3]
+    assert set(found["attention"]) == {"OnepassImpl"}
     path, _ = serve.make_model(E4M3, folder)
-    expected = serve.by_transformers_with_e4m3_keys(path)
-    assert [[int(next(iter(step))) for step in request] for request in found] == expected
+    tokens = [[int(next(iter(step))) for step in request] for request in found["requests"]]
+    assert [len(request) for request in tokens] == [serve.NEW_TOKENS] * len(serve.PROMPTS)
+    assert tokens == serve.by_transformers_with_e4m3_keys(path, tokens)
 
 
 @needs_vllm
+@pytest.mark.slow
 def test_bench(tmp_path):
     """The program that measures tokens a second, on a small model: on a CPU both run, and their tokens agree."""
     path = tmp_path / "vllm.json"
