@@ -1,22 +1,22 @@
-"""One attention layer in vLLM: its options against float64, both layouts of caches, what is refused."""
+"""One attention layer in vLLM: its options against float64, both layouts of caches, what is refused.
+
+Where vLLM is not installed, vllm_stand_in.py stands in for its classes: onepass computes all that is tested here.
+"""
 
 import importlib.util
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm_stand_in
 
 import onepass
 from onepass import reference
+from onepass.integrations import vllm as integration
 from onepass.integrations.vllm import cache
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vllm is not installed", allow_module_level=True)
-
-from vllm.config import VllmConfig, set_current_vllm_config
-
-from onepass.integrations.vllm.backend import OnepassBackend, OnepassImpl, OnepassMetadata
-
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK, BLOCKS = 4, 2, 32, 16, 12
 LENGTHS, QUERIES = (20, 1, 33), (3, 1, 33)  # keys and queries of three requests
 TABLE = torch.tensor([[3, 7, 0], [5, 0, 0], [1, 9, 4]], dtype=torch.int32)
@@ -25,15 +25,34 @@ OPTIONS = {
     "plain": {},
     "window": {"sliding_window": 7},
     "softcap": {"logits_soft_cap": 2.0},
-    "sinks": {"sinks": torch.linspace(-1, 1, HEADS)},
+    "softcap of 0": {"logits_soft_cap": 0.0},  # no cap
+    "sinks": {"sinks": torch.linspace(-1, 1, HEADS, dtype=torch.bfloat16)},
     "ALiBi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
     "e4m3": {"kv_cache_dtype": "fp8"},
 }
 
 
-def impl(**options):
-    with set_current_vllm_config(VllmConfig()):
-        return OnepassImpl(HEADS, HEAD_SIZE, 0.2, KV_HEADS, **{"alibi_slopes": None, **options})
+@pytest.fixture(scope="module")
+def backend():
+    """The module of the backend, with stand-ins for vLLM's classes where it is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in ({} if HAS_VLLM else vllm_stand_in.modules()).items():
+            patch.setitem(sys.modules, name, module)
+        module = importlib.import_module(f"{integration.__name__}.backend")
+        yield module
+        if not HAS_VLLM:
+            del sys.modules[module.__name__], integration.backend
+
+
+@pytest.fixture
+def impl(backend):
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    def make(kv_heads=KV_HEADS, **options):
+        with set_current_vllm_config(VllmConfig()):
+            return backend.OnepassImpl(HEADS, HEAD_SIZE, 0.2, kv_heads, **options)
+
+    return make
 
 
 def empty_cache(layout, dtype=torch.float32):
@@ -46,18 +65,25 @@ def slots_of(request, positions):
     return TABLE[request, positions // BLOCK] * BLOCK + positions % BLOCK
 
 
-def step():
-    offsets = torch.tensor([0, *QUERIES]).cumsum(0).int()
-    return OnepassMetadata(sum(QUERIES), offsets, max(QUERIES), torch.tensor(LENGTHS, dtype=torch.int32), TABLE, True)
+def step(backend, causal=True):
+    """The metadata of a step, from what vLLM has."""
+    offsets, lengths = torch.tensor([0, *QUERIES]).cumsum(0).int(), torch.tensor(LENGTHS, dtype=torch.int32)
+    common = {"num_actual_tokens": sum(QUERIES), "query_start_loc": offsets, "max_query_len": max(QUERIES)}
+    common |= {"seq_lens": lengths, "block_table_tensor": TABLE, "causal": causal}
+    builder = backend.OnepassMetadataBuilder(None, [], None, torch.device("cpu"))
+    found = builder.build(0, SimpleNamespace(**common))
+    assert vars(found) == {name.removesuffix("_tensor"): value for name, value in common.items()}
+    return found
 
 
 @pytest.mark.parametrize("layout", ["0.24", "0.32"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_requests_of_a_step(name, layout):
+def test_requests_of_a_step(name, layout, backend, impl):
     layer = impl(**OPTIONS[name])
     is_e4m3 = name == "e4m3"
     kv_cache = empty_cache(layout, torch.uint8 if is_e4m3 else torch.float32)
     layer.process_weights_after_loading(torch.float32)
+    assert layer.sinks is None or layer.sinks.dtype == torch.float32
     keys, values = (torch.randn(sum(LENGTHS), KV_HEADS, HEAD_SIZE) for _ in range(2))
     start, slots = 0, []
     for request, length in enumerate(LENGTHS):
@@ -69,7 +95,7 @@ def test_requests_of_a_step(name, layout):
 
     n = sum(QUERIES)
     query, output = torch.randn(n + 2, HEADS, HEAD_SIZE), torch.full((n + 2, HEADS * HEAD_SIZE), 7.0)
-    assert layer.forward(LAYER, query, None, None, kv_cache, step(), output) is output
+    assert layer.forward(LAYER, query, None, None, kv_cache, step(backend), output) is output
     assert (output[n:] == 7).all()
     if is_e4m3:
         keys, values = (
@@ -80,9 +106,9 @@ def test_requests_of_a_step(name, layout):
     expected_options = {
         "causal": True,
         "softmax_scale": 0.2,
-        "softcap": options.get("logits_soft_cap"),
+        "softcap": options.get("logits_soft_cap") or None,
         "window": (6, None) if "sliding_window" in options else None,
-        "sinks": options.get("sinks"),
+        "sinks": options["sinks"].float() if "sinks" in options else None,
     }
     if "alibi_slopes" in options:
         expected_options["alibi_slopes"] = torch.tensor(options["alibi_slopes"])
@@ -96,12 +122,13 @@ def test_requests_of_a_step(name, layout):
         first_key, first_query = first_key + length, first_query + queries
 
 
-def test_an_encoder_reads_no_cache():
-    layer = impl(attn_type="encoder_only", sliding_window=3)
+@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
+def test_an_encoder_reads_no_cache(attn_type, backend, impl):
+    layer = impl(kv_heads=None, attn_type=attn_type, sliding_window=3)
     n = sum(LENGTHS)
-    q, k, v = torch.randn(n, HEADS, HEAD_SIZE), *(torch.randn(n, KV_HEADS, HEAD_SIZE) for _ in range(2))
+    q, k, v = (torch.randn(n, HEADS, HEAD_SIZE) for _ in range(3))
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    metadata = OnepassMetadata(n, offsets, max(LENGTHS), torch.tensor(LENGTHS), TABLE, False)
+    metadata = backend.OnepassMetadata(n, offsets, max(LENGTHS), torch.tensor(LENGTHS), TABLE, False)
     layer.do_kv_cache_update(LAYER, k, v, None, None)
     output = layer.forward(LAYER, q, k, v, None, metadata, torch.empty(n, HEADS, HEAD_SIZE))
     offsets = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
@@ -109,7 +136,12 @@ def test_an_encoder_reads_no_cache():
     torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_without_metadata_gives_zeros():
+def test_a_mixture_of_causal_requests_and_others_is_refused(backend):
+    with pytest.raises(onepass.UnsupportedError, match="expected requests that are all causal or all not"):
+        step(backend, torch.tensor([True, False, True]))
+
+
+def test_a_run_without_metadata_gives_zeros(impl):
     output = torch.ones(3, HEADS * HEAD_SIZE)
     assert (impl().forward(LAYER, None, None, None, None, None, output) == 0).all()
 
@@ -122,21 +154,66 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_what_a_layer_refuses(options, message):
+def test_what_a_layer_refuses(options, message, impl):
     with pytest.raises(onepass.UnsupportedError, match=message):
         impl(**options)
 
 
-def test_quantized_output_is_refused():
+@pytest.mark.parametrize("name", ["output_scale", "output_block_scale"])
+def test_quantized_output_is_refused(name, backend, impl):
     with pytest.raises(onepass.UnsupportedError, match="expected no quantized output"):
-        impl().forward(LAYER, None, None, None, None, step(), None, output_scale=torch.ones(1))
+        impl().forward(LAYER, None, None, None, None, step(backend), None, **{name: torch.ones(1)})
 
 
-def test_what_the_backend_says_of_itself():
-    assert OnepassBackend.supports_head_size(128)
-    assert not OnepassBackend.supports_head_size(257)
-    assert not OnepassBackend.supports_kv_cache_dtype("fp8_e5m2")
-    assert OnepassBackend.supports_block_size(48)
-    assert not OnepassBackend.supports_block_size(24)
-    assert OnepassBackend.get_kv_cache_shape(5, 16, 2, 64) == (5, 2, 16, 2, 64)
-    assert OnepassBackend.get_name() == "CPU_ATTN"
+def test_what_the_backend_says_of_itself(backend):
+    onepass_backend = backend.OnepassBackend
+    assert [onepass_backend.supports_head_size(n) for n in (8, 128, 256, 257, 260, 264)] == [True] * 3 + [False] * 3
+    supported = {"decoder": True, "encoder": True, "encoder_only": True, "encoder_decoder": False}
+    assert {name: onepass_backend.supports_attn_type(name) for name in supported} == supported
+    assert [onepass_backend.supports_compute_capability(c) for c in (None, (7, 5), (8, 0), (9, 0))] == [1, 0, 1, 1]
+    assert onepass_backend.supports_sink()
+    assert onepass_backend.supports_sliding_window()
+    assert onepass_backend.supports_non_causal()
+    assert {"auto", "bfloat16", "fp8", "fp8_e4m3"} <= set(onepass_backend.supported_kv_cache_dtypes)
+    assert "fp8_e5m2" not in onepass_backend.supported_kv_cache_dtypes
+    assert [size.base for size in onepass_backend.get_supported_kernel_block_sizes()] == [16]
+    assert onepass_backend.get_kv_cache_shape(5, 16, 2, 64) == (5, 2, 16, 2, 64)
+    assert onepass_backend.get_name() == "CPU_ATTN"
+    assert onepass_backend.get_impl_cls() is backend.OnepassImpl
+    assert onepass_backend.get_builder_cls() is backend.OnepassMetadataBuilder
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")
+def test_what_vllm_reads_from_it(backend):
+    assert not backend.OnepassBackend.supports_kv_cache_dtype("fp8_e5m2")
+    assert [backend.OnepassBackend.supports_block_size(n) for n in (48, 24)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_cpu", "names"),
+    [
+        (None, True, ["CUSTOM"]),
+        ("0", True, ["CUSTOM"]),
+        ("1", True, ["CUSTOM", "CPU_ATTN"]),
+        ("1", False, ["CUSTOM"]),
+    ],
+)
+def test_registration(chosen, is_cpu, names, backend, monkeypatch):
+    """On a CPU, ONEPASS_VLLM=1 makes onepass vLLM's only backend."""
+    import vllm.platforms
+    from vllm.v1.attention.backends import registry
+
+    registered = {}
+    monkeypatch.setattr(registry, "register_backend", lambda name, path: registered.update({name.name: path}))
+    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    monkeypatch.delenv(integration.VARIABLE, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(integration.VARIABLE, chosen)
+    integration.register()
+    assert registered == dict.fromkeys(names, f"{backend.__name__}.OnepassBackend")
+
+
+def test_a_variable_that_is_neither_0_nor_1_is_refused(backend, monkeypatch):
+    monkeypatch.setenv(integration.VARIABLE, "2")
+    with pytest.raises(ValueError, match=integration.VARIABLE):
+        integration.register()
