@@ -1,9 +1,8 @@
 """The torch operators: schema, fakes, autograd, compile, functorch and autocast; and the cost of the import."""
 
 import dataclasses
-import subprocess
-import sys
 
+import fresh_process
 import pytest
 import torch
 import torch._dynamo.testing
@@ -315,4 +314,4 @@ assert not foreign, foreign
 assert not any(name.startswith("onepass.kernels.sm") for name in sys.modules)
 assert (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_default_dtype()) == before
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_process.check(code)

@@ -5,21 +5,17 @@ Each test runs in a process of its own, whose sys.modules holds what the test pu
 
 import subprocess
 import sys
-import textwrap
 
+import fresh_process
 import pytest
+from fresh_process import check
 
 from onepass.compat import __main__ as compat_main
 
 
-def run(code, *arguments, **options):
-    command = [sys.executable, *(arguments or ("-c", textwrap.dedent(code)))]
+def run_command(*arguments, **options):
+    command = [sys.executable, "-m", "onepass.compat", "run", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
-
-
-def check(code):
-    done = run(code)
-    assert done.returncode == 0, done.stderr
 
 
 def test_modules_and_their_functions():
@@ -283,7 +279,7 @@ def test_run(tmp_path):
         "if __name__ == '__main__':\n"
         "    print(sys.argv[1:], beside.value, flash_attn_func.__module__)\n"
     )
-    done = run("", "-m", "onepass.compat", "run", str(script), "--flag", "x")
+    done = run_command(str(script), "--flag", "x")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["['--flag',", "'x']", "3", "onepass.compat.flash_attn.functions"]
 
@@ -295,7 +291,7 @@ def test_run_a_module(tmp_path):
         "from flash_attn import flash_attn_func\n"
         "print(__name__, sys.argv[1:], flash_attn_func.__module__)\n"
     )
-    done = run("", "-m", "onepass.compat", "run", "-m", "program", "-x", cwd=tmp_path)
+    done = run_command("-m", "program", "-x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["__main__", "['-x']", "onepass.compat.flash_attn.functions"]
 

@@ -1,9 +1,8 @@
 """scaled_dot_product_attention: torch's signature, layouts, broadcasting and masks."""
 
 import inspect
-import subprocess
-import sys
 
+import fresh_process
 import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -472,14 +471,13 @@ def test_mixed_dtypes_are_refused():
 
 
 def test_importing_onepass_imports_no_compatibility_layer():
-    check = (
-        "import sys, onepass; "
-        "extra = [m for m in sys.modules if m == 'transformers' or m.startswith(('onepass.compat', 'onepass.integ'))]; "
-        "assert not extra, extra; "
-        "import onepass.compat.sdpa, onepass.compat.flash_attn, onepass.integrations.transformers; "
-        "assert 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", check], check=True)
+    fresh_process.check("""
+        import sys, onepass
+        extra = [m for m in sys.modules if m == "transformers" or m.startswith(("onepass.compat", "onepass.integ"))]
+        assert not extra, extra
+        import onepass.compat.sdpa, onepass.compat.flash_attn, onepass.integrations.transformers
+        assert "transformers" not in sys.modules
+    """)
 
 
 @pytest.mark.parametrize(

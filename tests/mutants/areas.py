@@ -51,7 +51,7 @@ DECODING = ("tests/tiled/test_decode.py", "tests/tiled/test_decode_e4m3.py", "te
 FP8 = ("tests/tiled/test_quantized.py", "tests/validation/test_validation_fp8.py")
 OPERATORS = ("tests/api/test_ops.py", "tests/api/test_fast_path.py")
 DISPATCH = ("tests/dispatch/test_dispatch.py", "tests/launch/test_tuned.py", "tests/compiler/test_warmup.py")
-MODIFIERS = ("tests/launch/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
+MODIFIERS = ("tests/device/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
 BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py")
 LAUNCH = (
     "tests/launch/test_launch.py",
