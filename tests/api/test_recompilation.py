@@ -1,6 +1,13 @@
-"""torch.compile(fullgraph=True) with numbers that change from call to call: the second trace makes them symbols."""
+"""torch.compile(fullgraph=True) with numbers that change from call to call: the second trace makes them symbols.
 
+`make test` has few cases, QUICK, where each function, each kind of number, each way to compile and each dtype occurs.
+All functions and numbers, compiled both ways, are slow cases.
+"""
+
+import itertools
 import math
+import re
+import sys
 
 import pytest
 import torch
@@ -82,8 +89,14 @@ CALLS = {
     "attention, softmax_scale": (lambda x: onepass.attention(Q, K, V, softmax_scale=x), SCALES),
     "attention, softcap": (lambda x: onepass.attention(Q, K, V, softcap=x, return_lse=True), CAPS),
     "attention, window": (lambda x: onepass.attention(Q, K, V, window=x), WINDOWS),
-    "attention, precision": (lambda x: onepass.attention(Q, K, V, softmax_scale=x, precision="fp8"), SCALES),
-    "QuantizedQKV": (lambda x: onepass.attention(QUANTIZED, softmax_scale=x, return_lse=True), SCALES),
+    "attention to e4m3, softmax_scale": (
+        lambda x: onepass.attention(Q, K, V, softmax_scale=x, precision="fp8"),
+        SCALES,
+    ),
+    "attention of QuantizedQKV, softmax_scale": (
+        lambda x: onepass.attention(QUANTIZED, softmax_scale=x, return_lse=True),
+        SCALES,
+    ),
     "attention_varlen, softmax_scale": (lambda x: varlen(softmax_scale=x), SCALES),
     "attention_varlen, softcap": (lambda x: varlen(softcap=x), CAPS),
     "attention_varlen, max_seqlen": (lambda x: varlen(max_seqlen_q=x, max_seqlen_k=x), (5, 6, 7, 8)),
@@ -92,27 +105,27 @@ CALLS = {
     "attention_decode, window": (lambda x: decode(window=x), WINDOWS),
     "attention_decode, num_splits": (lambda x: decode(num_splits=x), (1, 2, 3, 4)),
     "attention_decode, split_size": (lambda x: decode(split_size=x), (64, 128, 192)),
-    "attention_decode, new keys": (lambda x: decode_with_new_keys(softmax_scale=x), SCALES),
-    "attention_decode, max_seqlen_q": (lambda x: packed_pages(max_seqlen_q=x), (6, 7, 8, 40)),
-    "attention, modifiers": (attention_with_modifiers, SCALES),
-    "attention_decode, modifiers": (decode_with_modifiers, SCALES),
-    "merge_partials": (merged, SCALES),
-    "flash_attn_func": (lambda x: flash_attn.flash_attn_func(Q, K, V, softmax_scale=x), SCALES),
+    "attention_decode of new keys, softmax_scale": (lambda x: decode_with_new_keys(softmax_scale=x), SCALES),
+    "attention_decode of packed pages, max_seqlen": (lambda x: packed_pages(max_seqlen_q=x), (6, 7, 8, 40)),
+    "attention with modifiers, softmax_scale": (attention_with_modifiers, SCALES),
+    "attention_decode with modifiers, softmax_scale": (decode_with_modifiers, SCALES),
+    "merge_partials, factor": (merged, SCALES),
+    "flash_attn_func, softmax_scale": (lambda x: flash_attn.flash_attn_func(Q, K, V, softmax_scale=x), SCALES),
     "flash_attn_func, softcap": (lambda x: flash_attn.flash_attn_func(Q, K, V, softcap=x), (0.0, *CAPS)),
     "flash_attn_func, window_size": (
         lambda x: flash_attn.flash_attn_func(Q, K, V, window_size=x),
         ((1, 2), (3, 4), (-1, 2), (2, -1)),
     ),
-    "flash_attn_varlen_func": (flash_varlen, CAPS),
-    "flash_attn_varlen_func, block_table": (flash_pages, CAPS),
-    "flash_attn_with_kvcache": (lambda x: flash_cache(softmax_scale=x, softcap=x), CAPS),
+    "flash_attn_varlen_func, softmax_scale and softcap": (flash_varlen, CAPS),
+    "flash_attn_varlen_func of pages, softmax_scale and softcap": (flash_pages, CAPS),
+    "flash_attn_with_kvcache, softmax_scale and softcap": (lambda x: flash_cache(softmax_scale=x, softcap=x), CAPS),
     "flash_attn_with_kvcache, cache_seqlens": (lambda x: flash_cache(cache_seqlens=x), (3, 4, 5, 6)),
     "flash_attn_with_kvcache, num_splits": (lambda x: flash_cache(num_splits=x), (0, 1, 2, 3)),
-    "scaled_dot_product_attention": (
+    "scaled_dot_product_attention, softmax_scale": (
         lambda x: sdpa.scaled_dot_product_attention(*HEADS_FIRST, scale=x, enable_gqa=True),
         SCALES,
     ),
-    "scaled_dot_product_attention, attn_mask": (
+    "scaled_dot_product_attention of a mask, softmax_scale": (
         lambda x: sdpa.scaled_dot_product_attention(*HEADS_FIRST, attn_mask=MASK, scale=x, enable_gqa=True),
         SCALES,
     ),
@@ -124,19 +137,58 @@ def _traces_anew():
     torch._dynamo.reset()
 
 
-SLOW = pytest.mark.slow
-# A number becomes a symbol in the second call if torch.compile decides, in the first call with dynamic=True. For shapes
-# the slow case is the other one.
-NUMBER_CASES = [pytest.param(None, id="as it comes"), pytest.param(True, id="dynamic", marks=SLOW)]
-SHAPE_CASES = [pytest.param(None, id="as it comes", marks=SLOW), pytest.param(True, id="dynamic")]
+# A number becomes a symbol in the second call if torch.compile decides, in the first call with dynamic=True.
+WAYS = {"as it comes": None, "dynamic": True}
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+# The cases of `make test`, the cheapest of each kind.
+QUICK = {
+    ("attention, window", "as it comes"),
+    ("attention of QuantizedQKV, softmax_scale", "as it comes"),
+    ("attention_varlen, max_seqlen", "dynamic"),
+    ("attention_decode, num_splits", "dynamic"),
+    ("attention_decode, split_size", "as it comes"),
+    ("merge_partials, factor", "dynamic"),
+    ("flash_attn_func, softcap", "as it comes"),
+    ("flash_attn_func, window_size", "as it comes"),
+    ("flash_attn_varlen_func, softmax_scale and softcap", "as it comes"),
+    ("flash_attn_with_kvcache, cache_seqlens", "dynamic"),
+    ("scaled_dot_product_attention, softmax_scale", "as it comes"),
+}
+QUICK_OF_SHAPES = {("attention_decode", "dynamic"), ("attention_varlen", "as it comes")}
 
 
-@pytest.mark.parametrize("dynamic", NUMBER_CASES)
-@pytest.mark.parametrize("name", CALLS)
-def test_other_numbers(name, dynamic):
+def cases_of(names, quick):
+    """Slow cases: each name with each way, and a dtype for each. Quick cases: two calls, the second of which traces."""
+    assert quick <= set(itertools.product(names, WAYS))
+    cases = []
+    for (i, name), (j, way) in itertools.product(enumerate(names), enumerate(WAYS)):
+        dtype = DTYPES[(i + j) % len(DTYPES)]
+        values = name, WAYS[way], dtype
+        label = f"{name}-{way}-{str(dtype)[6:]}"
+        if (name, way) in quick:
+            cases.append(pytest.param(*values, 2, id=f"{label}-two calls"))
+        cases.append(pytest.param(*values, None, id=label, marks=pytest.mark.slow))
+    return cases
+
+
+def test_quick_cases_have_each_function_number_way_and_dtype():
+    every, quick = set(), set()
+    for case in cases_of(CALLS, QUICK):
+        name, dynamic, dtype, _ = case.values
+        found = {re.split(", | of | with | to ", name)[0], name.split(", ")[1], (dynamic, dtype)}
+        every |= found
+        quick |= set() if case.marks else found
+    assert quick == every
+
+
+@pytest.mark.parametrize(("name", "dynamic", "dtype", "calls"), cases_of(CALLS, QUICK))
+def test_other_numbers(name, dynamic, dtype, calls, monkeypatch):
+    for tensors in ("Q", "K", "V", "PACKED", "PAGES", "NEW", "ROTARY", "HEADS_FIRST"):
+        cast = torch.utils._pytree.tree_map(lambda t: t.to(dtype), globals()[tensors])
+        monkeypatch.setattr(sys.modules[__name__], tensors, cast)
     call, values = CALLS[name]
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for value in values:
+    for value in values[:calls]:
         torch.testing.assert_close(compiled(value), call(value))
 
 
@@ -167,17 +219,16 @@ OF_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dynamic", SHAPE_CASES)
-@pytest.mark.parametrize("name", OF_SHAPES)
-def test_numbers_of_shapes(name, dynamic):
+@pytest.mark.parametrize(("name", "dynamic", "dtype", "calls"), cases_of(OF_SHAPES, QUICK_OF_SHAPES))
+def test_numbers_of_shapes(name, dynamic, dtype, calls):
     function = OF_SHAPES[name]
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for seqlen, head_dim in ((9, 8), (11, 8), (13, 16)):
-        tensors = [torch.randn(2, seqlen, heads, head_dim) for heads in (4, 2, 2)]
+    for seqlen, head_dim in ((9, 8), (13, 16), (11, 8))[:calls]:
+        tensors = [torch.randn(2, seqlen, heads, head_dim, dtype=dtype) for heads in (4, 2, 2)]
         torch.testing.assert_close(compiled(*tensors), function(*tensors))
 
 
-@pytest.mark.parametrize("dynamic", NUMBER_CASES)
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients(dynamic):
     def gradients(function, scale, cap):
         leaves = [t.detach().requires_grad_() for t in (Q, K, V)]
