@@ -6,7 +6,6 @@ Each test runs in a process of its own, whose sys.modules holds what the test pu
 import subprocess
 import sys
 
-import fresh_process
 import pytest
 from fresh_process import check
 
