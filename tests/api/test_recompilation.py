@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import onepass
 from onepass.compat import flash_attn, sdpa
@@ -154,11 +155,21 @@ QUICK = {
     ("flash_attn_with_kvcache, cache_seqlens", "dynamic"),
     ("scaled_dot_product_attention, softmax_scale", "as it comes"),
 }
+# Integers become symbols: three calls need two traces at most.
+INTEGERS = {
+    "attention, window",
+    "attention_varlen, max_seqlen",
+    "attention_decode, window",
+    "attention_decode, num_splits",
+    "attention_decode, split_size",
+    "attention_decode of packed pages, max_seqlen",
+    "flash_attn_with_kvcache, cache_seqlens",
+}
 QUICK_OF_SHAPES = {("attention_decode", "dynamic"), ("attention_varlen", "as it comes")}
 
 
 def cases_of(names, quick):
-    """Slow cases: each name with each way, and a dtype for each. Quick cases: two calls, the second of which traces."""
+    """Slow cases: each name with each way, and a dtype for each. Quick cases make two calls, or three with integers."""
     assert quick <= set(itertools.product(names, WAYS))
     cases = []
     for (i, name), (j, way) in itertools.product(enumerate(names), enumerate(WAYS)):
@@ -166,7 +177,7 @@ def cases_of(names, quick):
         values = name, WAYS[way], dtype
         label = f"{name}-{way}-{str(dtype)[6:]}"
         if (name, way) in quick:
-            cases.append(pytest.param(*values, 2, id=f"{label}-two calls"))
+            cases.append(pytest.param(*values, 3 if name in INTEGERS else 2, id=f"{label}-few calls"))
         cases.append(pytest.param(*values, None, id=label, marks=pytest.mark.slow))
     return cases
 
@@ -187,9 +198,12 @@ def test_other_numbers(name, dynamic, dtype, calls, monkeypatch):
         cast = torch.utils._pytree.tree_map(lambda t: t.to(dtype), globals()[tensors])
         monkeypatch.setattr(sys.modules[__name__], tensors, cast)
     call, values = CALLS[name]
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for value in values[:calls]:
+    counted = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counted)
+    for i, value in enumerate(values[:calls]):
         torch.testing.assert_close(compiled(value), call(value))
+        if name in INTEGERS and i == 2:
+            assert counted.frame_count <= 2
 
 
 def scale_of(q):
