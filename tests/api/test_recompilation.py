@@ -1,7 +1,7 @@
 """torch.compile(fullgraph=True) with numbers that change from call to call: the second trace makes them symbols.
 
 `make test` has few cases, QUICK, where each function, each kind of number, each way to compile and each dtype occurs.
-All functions and numbers, compiled both ways, are slow cases.
+All functions and numbers, compiled both ways, are nightly cases.
 """
 
 import itertools
@@ -169,7 +169,7 @@ QUICK_OF_SHAPES = {("attention_decode", "dynamic"), ("attention_varlen", "as it 
 
 
 def cases_of(names, quick):
-    """Slow cases: each name with each way, and a dtype for each. Quick cases make two calls, or three with integers."""
+    """Nightly cases: each name with each way, and a dtype for each. Quick ones make 2 calls, or 3 with integers."""
     assert quick <= set(itertools.product(names, WAYS))
     cases = []
     for (i, name), (j, way) in itertools.product(enumerate(names), enumerate(WAYS)):
@@ -178,7 +178,7 @@ def cases_of(names, quick):
         label = f"{name}-{way}-{str(dtype)[6:]}"
         if (name, way) in quick:
             cases.append(pytest.param(*values, 3 if name in INTEGERS else 2, id=f"{label}-few calls"))
-        cases.append(pytest.param(*values, None, id=label, marks=pytest.mark.slow))
+        cases.append(pytest.param(*values, None, id=label, marks=(pytest.mark.slow, pytest.mark.nightly)))
     return cases
 
 

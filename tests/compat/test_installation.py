@@ -55,7 +55,6 @@ def test_modules_and_their_functions():
     """)
 
 
-@pytest.mark.slow
 def test_distributions():
     check("""
         from importlib import metadata
@@ -79,7 +78,6 @@ def test_distributions():
     """)
 
 
-@pytest.mark.slow
 def test_undo_is_complete():
     check("""
         import importlib.util, sys, torch
@@ -106,7 +104,6 @@ def test_undo_is_complete():
     """)
 
 
-@pytest.mark.slow
 def test_operators():
     check("""
         import torch
@@ -155,7 +152,6 @@ def test_operators_are_traced():
     """)
 
 
-@pytest.mark.slow
 def test_transformers_forgets_what_it_knew():
     pytest.importorskip("transformers")
     check("""
@@ -171,7 +167,6 @@ def test_transformers_forgets_what_it_knew():
     """)
 
 
-@pytest.mark.slow
 def test_older_transformers_forgets_what_it_knew():
     """Up to 5.17 it has a dict of the distributions, made when it was imported, which others import by name."""
     check("""
@@ -189,7 +184,6 @@ def test_older_transformers_forgets_what_it_knew():
     """)
 
 
-@pytest.mark.slow
 def test_operators_of_flash_attn_3():
     check("""
         import torch
@@ -236,7 +230,6 @@ def test_operators_of_flash_attn_3():
     """)
 
 
-@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize("is_imported", [False, True])
 def test_a_real_library_is_refused_and_can_be_replaced(tmp_path, is_imported):
     (tmp_path / "flash_attn").mkdir()

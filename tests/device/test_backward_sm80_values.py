@@ -356,7 +356,7 @@ FLOAT32_ROWS = [
 ]
 
 
-@pytest.mark.sampled(quick=1, slow=10)
+@pytest.mark.sampled(quick=1, slow=6)
 @pytest.mark.parametrize("name", CASES)
 def test_values(name):
     check(CASES[name])
@@ -382,7 +382,7 @@ def test_dk_and_dv_in_float32(name):
         assert not torch.equal(long, short.float())
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize("name", ["deterministic", "deterministic packed"])
 def test_turns_from_the_last_tile_to_the_first(name):
     config = replace(heuristics_sm80.backward_config_sm80(problem_of(CASES[name])[0], ARCH), descending_turns=True)
@@ -394,13 +394,13 @@ def test_four_values_added_at_once():
     check(call_of(64, 64, 70, 150, heads=(1, 1), causal=True), BackwardConfigSm80(vector_adds=True))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize("head_dim", SMALL)
 def test_small_configurations(head_dim):
     check(call_of(head_dim, head_dim, 70, 70, causal=True), SMALL[head_dim])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(quick=0, slow=3)
 @pytest.mark.parametrize(("head_dim", "config"), FLOAT32_ROWS)
 def test_configurations_of_float32(head_dim, config):
     check(call_of(head_dim, head_dim, 70, 70, dtype=FLOAT32, causal=True), config)
@@ -409,7 +409,7 @@ def test_configurations_of_float32(head_dim, config):
 ORDERS = list(itertools.product((False, True), repeat=2))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -436,7 +436,7 @@ def test_no_order_of_copies_and_warps_matters_in_float32(config):
         check(call, config, copies_late=copies_late, warps_reversed=warps_reversed)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -494,7 +494,7 @@ def test_tiles_of_keys_take_turns():
     assert turns[-1] == num_tiles
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize(
     ("head_dims", "dtype"),
     [((64, 64), torch.bfloat16), ((5, 7), torch.bfloat16), ((64, 64), FLOAT32), ((5, 7), FLOAT32)],
@@ -579,7 +579,7 @@ def test_infinity_in_float32():
     torch.testing.assert_close(dv[..., others], clean[..., others], rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize(("dtype", "count", "vector_bytes"), [(torch.bfloat16, 1, 2), (FLOAT32, 2, 8)])
 def test_tensors_between_the_boundaries_of_wide_copies(dtype, count, vector_bytes):
     call = call_of(64, 64, 70, 70, dtype=dtype, causal=True)

@@ -241,7 +241,7 @@ PACKED = (12, 2, 0, 1, 4, 5, 6, 8, 9, 10, 13, 14)
 RANDOM_MODIFIED, RANDOM_MODIFIED_PACKED = (1008, 1001, 1007), (1004, 1000, 1007, 1008)
 
 
-@pytest.mark.sampled(quick=0, slow=10)
+@pytest.mark.sampled(quick=0, slow=8)
 @pytest.mark.parametrize(
     ("seed", "packed", "with_modifiers"),
     [

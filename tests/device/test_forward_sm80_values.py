@@ -242,7 +242,7 @@ ROAD_FLOAT32 = {
 }
 
 
-@pytest.mark.sampled(quick=1, slow=5)
+@pytest.mark.sampled(quick=1, slow=4)
 @pytest.mark.parametrize("name", CASES)
 def test_values(name):
     for call in CASES[name]:

@@ -207,8 +207,16 @@ def test_model(name):
         assert max(errors) <= 5e-5, f"{key}: errors of logits, logits without gradients, gradient: {errors}"
 
 
+OTHERS = [name for name in QUICK + SLOW if name not in COMPILED]
+
+
 @pytest.mark.parametrize(
-    "name", [*COMPILED, *(pytest.param(n, marks=pytest.mark.slow) for n in QUICK + SLOW if n not in COMPILED)]
+    "name",
+    [
+        *COMPILED,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS[::4]),
+        *(pytest.param(n, marks=(pytest.mark.slow, pytest.mark.nightly)) for n in OTHERS if n not in OTHERS[::4]),
+    ],
 )
 def test_compiled_model(name):
     """The graphs are run as they are; inductor would compile them for a minute. Slow cases have one graph each."""

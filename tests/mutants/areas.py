@@ -353,7 +353,7 @@ AREAS = (
             Group(("onepass/integrations/torch_sdpa/*.py",), ("tests/integrations/test_torch_sdpa.py",)),
             Group(
                 ("onepass/integrations/vllm/*.py",),
-                ("tests/integrations/test_vllm_cache.py", "tests/integrations/test_vllm_backend.py"),
+                ("tests/integrations/test_vllm_cache.py", "tests/serving/test_layers.py"),
             ),
             Group(
                 ("onepass/integrations/transformers*.py",),
@@ -367,7 +367,12 @@ AREAS = (
             Group(("onepass/cli/demo*.py",), ("tests/tools/test_demo.py",)),
             Group(("onepass/cli/tune.py",), ("tests/tools/test_cli_tune.py",)),
             Group(("onepass/cli/*.py",), ("tests/tools/test_cli.py", "tests/tools/test_cli_progress.py")),
-            Group(("onepass/__main__.py", "onepass/log.py"), ("tests/tools/test_log.py", "tests/tools/test_cli.py")),
+            Group(
+                ("onepass/__main__.py", "onepass/log.py", "onepass/startup.py"),
+                ("tests/tools/test_log.py", "tests/tools/test_cli.py"),
+            ),
+            Group(("onepass/variables.py",), ("tests/tools/test_variables.py",)),
+            Group(("onepass/processes.py",), ("tests/compiler/test_pool.py",)),
         ),
     ),
     Area(

@@ -53,6 +53,7 @@ def losses_of_transformers() -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_losses_do_not_depend_on_the_number_of_ranks():
     """Head-tail shards: each rank has two runs of tokens, whose successors belong to the other rank."""
     expected = pytest.approx(losses_of_transformers(), abs=5e-5)

@@ -200,7 +200,7 @@ def test_what_has_no_time_stamps_says_why():
     assert "expected forward or backward" in result.output
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(quick=0, slow=2)
 @pytest.mark.parametrize(("direction", "head_dim"), [("fwd", 64), ("fwd", 128), ("bwd", 64), ("bwd", 128)])
 def test_stamps_cost_no_registers_in_memory_and_do_not_stay(direction, head_dim):
     """The stamped kernel neither spills nor drains its GEMMs one by one; afterwards the roles are the shipped ones."""
