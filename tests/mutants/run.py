@@ -158,8 +158,9 @@ class Tree:
                 # Python would use the old bytecode of a file that changes within a second and keeps its size
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "OMP_NUM_THREADS": "1",
-                # so that no kernel of another fault is loaded
+                # so that no kernel of another fault is loaded, and none of a fault is kept
                 "ONEPASS_CACHE_DIR": cache,
+                "ONEPASS_TEST_CACHE_DIR": cache,
             }
             command = [sys.executable, "-m", "pytest", *arguments]
             process = subprocess.Popen(
