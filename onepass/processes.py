@@ -8,6 +8,11 @@ from pathlib import Path
 _ROOT = str(Path(__file__).resolve().parents[1])  # where this package lies
 
 
+def has_python() -> bool:
+    """Whether `sys.executable` is a Python. A program that embeds Python may have none; a frozen one is itself that."""
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
 def python_command(code: str, *arguments: str) -> list[str]:
     """The command of a Python process that runs `code`, with `sys.path` as this process has it.
 

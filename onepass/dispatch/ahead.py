@@ -45,8 +45,8 @@ def start_early() -> None:
     """Start the processes that will compile the first kernels, if there is a GPU for them and no kernel is cached."""
     if not torch.cuda.is_available() or backends.compiler_refusal() is not None:
         return
-    from ..kernels.compiler import compile, disk_cache, pool
+    from ..kernels.compiler import disk_cache, pool
 
     with contextlib.suppress(OSError):  # the directory of another user
-        if compile.has_disk_cache() and not any(disk_cache.cache_directory().glob("*.o")):
+        if pool.others_can_help() and not any(disk_cache.cache_directory().glob("*.o")):
             pool.start_early(EARLY_WORKERS)

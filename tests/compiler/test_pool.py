@@ -246,6 +246,20 @@ def test_processes_have_the_path_of_their_parent(tmp_path, monkeypatch):
     assert arguments == ["a b", "-c"]
 
 
+@pytest.mark.parametrize(("name", "value"), [("executable", ""), ("executable", None), ("frozen", True)])
+def test_a_program_that_embeds_python_compiles_by_itself(name, value, monkeypatch, tmp_path):
+    """It would start itself, again and again, or nothing."""
+    started = []
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(compile, "environment", lambda: "these versions")
+    monkeypatch.setattr(subprocess, "Popen", lambda *command, **options: started.append(command))
+    monkeypatch.setattr(sys, name, value, raising=False)
+    requests = [pool.CompileRequest("forward", (number,), "sm_90a", tuple) for number in range(2)]
+    assert compile_each(requests) == {}
+    assert not compile_behind(requests)
+    assert started == []
+
+
 def test_every_process_is_started_so():
     for path in Path(onepass.__file__).parent.rglob("*.py"):
         assert path.name == "processes.py" or "sys.executable" not in path.read_text(encoding="utf-8"), path

@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from ...namespace import PACKAGE
 from ...problem import AttentionProblem
 from ...problem.decode import DecodeProblem
-from ...processes import python_command
+from ...processes import has_python, python_command
 from ..config import LaunchConfig
 from .compile import CompileRequest
 
@@ -110,7 +110,7 @@ def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[Compile
         distinct.setdefault(job.request.kernel, job)
     missing = _missing(job.request for job in distinct.values())
     outcomes: dict[Kernel, Outcome] = {}
-    if min(len(missing), workers or num_cpus()) > 1 and _others_can_help():
+    if min(len(missing), workers or num_cpus()) > 1 and others_can_help():
         outcomes = _compile_beside_others(missing, workers)
         reasons = {kernel: failure for kernel, (_, failure) in outcomes.items() if failure is not None}
         if reasons:
@@ -143,7 +143,7 @@ def compile_each(
     """
     failures: dict[Kernel, str] = {}
     missing = _missing(requests)
-    if not missing or not _others_can_help():
+    if not missing or not others_can_help():
         return failures
     with _Crew(missing, workers, make_worker) as crew:
         for done in range(1, len(missing) + 1):
@@ -169,7 +169,7 @@ def compiling_in_background(
     """
     failures: dict[Kernel, str] = {}
     missing = _missing(requests)
-    if not missing or not _others_can_help():
+    if not missing or not others_can_help():
         yield failures
         return
     with _Crew(missing, workers, make_worker) as crew:
@@ -187,7 +187,7 @@ def compile_behind(requests: Iterable[Request], make_worker: Callable[[], Worker
     Args: as `compile_each`. Returns: whether the cache lacks anything.
     """
     missing = _missing(requests)
-    if not missing or not _others_can_help():
+    if not missing or not others_can_help():
         return False
     crew = _Crew(missing, None, make_worker)
     threading.Thread(target=_attend, args=(crew, len(missing)), daemon=True).start()
@@ -236,14 +236,14 @@ def _missing(requests: Iterable[Request]) -> dict[Kernel, Request]:
     return {kernel: request for kernel, request in distinct.items() if not compile.is_cached(*kernel)}
 
 
-def _others_can_help() -> bool:
+def others_can_help() -> bool:
     """Whether kernels that other processes compile reach this one: through the disk cache.
 
     They have to import this package, which they cannot if it has been loaded from a folder under another name.
     """
     from . import compile
 
-    return PACKAGE == "onepass" and compile.has_disk_cache()
+    return PACKAGE == "onepass" and has_python() and compile.has_disk_cache()
 
 
 def _get(request: Request) -> float:
