@@ -83,7 +83,7 @@ def _num_bytes(text: str) -> int:
 BACKEND: Variable[str | None] = Variable(
     "ONEPASS_BACKEND",
     "the backend of calls that name none, read when onepass is imported",
-    f"one of {', '.join(sorted(BACKENDS))} or None",
+    f"one of {', '.join(sorted(BACKENDS))}",
     _backend,
     None,
 )

@@ -239,7 +239,7 @@ print(onepass.supports(q, q, q).ok)
     assert "(by use_backend or ONEPASS_BACKEND)" in first
     assert others == ["True", "True"]
     result = python("import onepass", ONEPASS_BACKEND="smm80")
-    expected = "ValueError: ONEPASS_BACKEND: expected one of cpu, sm80, sm90, tiled or None, got 'smm80'"
+    expected = "ValueError: ONEPASS_BACKEND: expected one of cpu, sm80, sm90, tiled, got 'smm80'"
     assert result.stderr.strip().endswith(expected)
     assert python("import onepass", ONEPASS_BACKEND="").returncode == 0
 

@@ -37,8 +37,8 @@ def digests(count: int | None = None) -> dict[str, str]:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
     import code_digests
 
-    drawn = [] if count is None else random.sample([name for name, _ in code_digests.requests()], count)
-    return code_digests.digests(drawn)
+    names = [name for name, _ in code_digests.requests()]
+    return code_digests.digests(names if count is None else random.sample(names, min(count, len(names))))
 
 
 def known_as(kernels: dict[str, str]) -> str:
@@ -116,6 +116,8 @@ def report(record: dict, names: list[str], kernels: dict[str, str]) -> list[str]
         then = record["kernels"].get(row["kernels"], {})
         changed = [kernel for kernel, digest in kernels.items() if then.get(kernel) != digest]
         age = f"{len(changed)} of {len(kernels)} kernels have changed since" if changed else "these kernels"
+        if not then:  # the row is from before the record had digests
+            age = "kernels not compared"
         ran = row["passed"] + row["failed"] + row["skipped"]
         lines.append(
             f"{name:40} {row['passed']} of {count} passed, {row['failed']} failed, {count - ran} not run; "
@@ -135,6 +137,8 @@ def main() -> int:
     arguments = parser.parse_args()
     record = json.loads(RECORD.read_text())
     if arguments.command == "check":
+        if arguments.kernels is not None and arguments.kernels < 1:
+            parser.error(f"--kernels: expected at least 1, got {arguments.kernels}")
         print("\n".join(report(record, collected(), digests(arguments.kernels))))
         return 0
     tests: dict[str, str] = {}

@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +41,7 @@ FULL, WINDOW = Mask(), Mask(100, 20)
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 FP8 = {"dtype": E4M3, "quantization": Quantization(BF16)}
 MASKS = {"full": FULL, "causal": CAUSAL}
+FAILED = "failed: "
 Request = tuple[str, Callable[[], tuple]]  # the architecture, and what gives the kernel and stand-ins of its arguments
 
 
@@ -186,23 +187,25 @@ def _digest_by_name(name: str) -> tuple[str, str]:
     try:
         return name, machine_code.read(*dict(requests())[name]).digest
     except Exception as error:
-        return name, f"failed: {error!r}"[:300]
+        return name, f"{FAILED}{error!r}"[:300]
 
 
-def digests(selected: list[str]) -> dict[str, str]:
-    """The digests by name, of all kernels or of those with one of these words in their names."""
-    names = [name for name, _ in requests() if not selected or any(part in name for part in selected)]
+def digests(names: Sequence[str]) -> dict[str, str]:
+    """The digests of these kernels by name. Raises: RuntimeError if one cannot be compiled and read."""
     found = {}
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for name, value in pool.map(_digest_by_name, names):
             print(value, name, flush=True)
             found[name] = value
+    if failed := [name for name, value in found.items() if value.startswith(FAILED)]:
+        raise RuntimeError(f"{len(failed)} of {len(found)} kernels have no digest: {', '.join(failed)}")
     return found
 
 
 def main() -> int:
     command, file, *selected = sys.argv[1:]
-    found = digests(selected)
+    names = [name for name, _ in requests()]
+    found = digests([name for name in names if not selected or any(part in name for part in selected)])
     if command == "write":
         Path(file).write_text(json.dumps(found, indent=1) + "\n")
         return 0

@@ -1,7 +1,9 @@
 """The record of GPU tests: logs are read as pytest writes them, and what is older than the kernels is said."""
 
+import concurrent.futures
 import importlib.util
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,17 @@ def test_a_new_row_takes_the_place_of_the_old_one():
     ]
     unchanged = record.report(new, names, {"forward": "1"})  # a draw that leaves out the changed one
     assert all("these kernels" in line for line in unchanged[:3])
+    new["kernels"]["new"] = {}
+    assert "not run; kernels not compared" in record.report(new, names, kernels["new"])[2]
+
+
+def test_a_kernel_that_does_not_compile_has_no_digest(monkeypatch):
+    """Otherwise two trees in which nothing compiles would have equal kernels."""
+    code_digests = pytest.importorskip("code_digests", reason="nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", lambda *options: ThreadPoolExecutor(1))
+    monkeypatch.setattr(code_digests, "requests", lambda: iter([("forward", ("sm_90a", None)), ("forward 2", ())]))
+    with pytest.raises(RuntimeError, match="^1 of 1 kernels have no digest: forward$"):
+        code_digests.digests(["forward"])
 
 
 def test_every_file_has_passed_on_a_gpu():
