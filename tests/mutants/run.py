@@ -159,9 +159,9 @@ class Tree:
                 # Python would use the old bytecode of a file that changes within a second and keeps its size
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "OMP_NUM_THREADS": "1",
-                # so that no kernel of another fault is loaded, and none of a fault is kept
+                # so that no kernel of another fault is loaded, and none of a fault takes the place of one of the tree's
                 "ONEPASS_CACHE_DIR": cache,
-                "ONEPASS_TEST_CACHE_DIR": cache,
+                "ONEPASS_TEST_CACHE_DIR": str(self.root / "kept_kernels"),
             }
             command = [sys.executable, "-m", "pytest", *arguments]
             process = subprocess.Popen(

@@ -1,6 +1,8 @@
 """The faults of `make mutants`: what is changed, what is left alone, and which are drawn."""
 
+import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ MUTANTS = Path(__file__).parents[1] / "mutants"
 sys.path.insert(0, str(MUTANTS))
 from areas import AREAS, reason_out_of_reach  # noqa: E402
 from mutate import can_be_parsed, draw, mutants_of  # noqa: E402
-from run import drawn_jobs, most_survivors  # noqa: E402
+from run import SURVIVED, Tree, drawn_jobs, most_survivors  # noqa: E402
 
 sys.path.remove(str(MUTANTS))
 ROOT = MUTANTS.parents[1]
@@ -125,3 +127,14 @@ def test_few_faults_come_from_different_areas_and_many_from_all():
 @pytest.mark.parametrize(("count", "most"), [(1, 1), (10, 5), (100, 32)])
 def test_more_survivors_than_harmless_faults_explain(count, most):
     assert most_survivors(count) == most
+
+
+def test_faults_leave_the_kept_kernels_of_the_tree_alone(tmp_path, monkeypatch):
+    environments = []
+    tree = object.__new__(Tree)
+    tree.root = tmp_path
+    process = types.SimpleNamespace(returncode=0, communicate=lambda timeout: ("", None))
+    monkeypatch.setattr(subprocess, "Popen", lambda *command, env, **options: environments.append(env) or process)
+    assert tree.run("tests/device")[0] == SURVIVED
+    (environment,) = environments
+    assert Path(environment["ONEPASS_TEST_CACHE_DIR"]).parent == tmp_path
