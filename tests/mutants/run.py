@@ -141,14 +141,15 @@ class Tree:
         with self.with_fault(job.mutant):
             verdict, by = self.run(*job.group.tests, only=job.group.only)
         # all cases of the test: names of cases may depend on the code that had the fault
-        if verdict == CAUGHT and self.run(by.partition("[")[0])[0] != SURVIVED:
-            raise SystemExit(f"without a fault {by} fails, so that it can judge none")
+        judges = (by.partition("[")[0],) if by else job.group.tests
+        if verdict == CAUGHT and self.run(*judges, only="" if by else job.group.only)[0] != SURVIVED:
+            raise SystemExit(f"without a fault {' '.join(judges)} fails, so that it can judge none")
         return Verdict(job, verdict, by)
 
     def run(self, *tests: str, only: str = "") -> tuple[str, str]:
         """Run the quick ones of these tests.
 
-        Returns: the verdict, SURVIVED if all pass, and the test that failed, or all tests if the process has crashed.
+        Returns: the verdict, SURVIVED if all pass, and the test that failed, if it was one.
         """
         arguments = [*tests, "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
         arguments += ["-m", "not gpu and not slow", *(["-k", only] if only else [])]
@@ -189,10 +190,10 @@ class Tree:
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
         if failed is not None and process.returncode in (1, 2):
             return CAUGHT, failed[1]
-        # with 3, 4 or 5, pytest itself has failed or found no test; a signal means that the process has crashed
-        if process.returncode in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR, 5):
+        # another status means that the process has crashed, or a conftest.py cannot be imported any more
+        if process.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
             raise RuntimeError(f"{' '.join(command)}\n{output[-4000:]}")
-        return CAUGHT, tests[0]
+        return CAUGHT, ""
 
 
 def run_all(jobs: list[Job], workers: int) -> list[Verdict]:

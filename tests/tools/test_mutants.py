@@ -11,7 +11,7 @@ MUTANTS = Path(__file__).parents[1] / "mutants"
 sys.path.insert(0, str(MUTANTS))
 from areas import AREAS, reason_out_of_reach  # noqa: E402
 from mutate import can_be_parsed, draw, mutants_of  # noqa: E402
-from run import SURVIVED, Tree, drawn_jobs, most_survivors  # noqa: E402
+from run import CAUGHT, SURVIVED, Tree, drawn_jobs, most_survivors  # noqa: E402
 
 sys.path.remove(str(MUTANTS))
 ROOT = MUTANTS.parents[1]
@@ -127,6 +127,18 @@ def test_few_faults_come_from_different_areas_and_many_from_all():
 @pytest.mark.parametrize(("count", "most"), [(1, 1), (10, 5), (100, 32)])
 def test_more_survivors_than_harmless_faults_explain(count, most):
     assert most_survivors(count) == most
+
+
+@pytest.mark.parametrize("status", [3, 4, -11])
+def test_a_fault_after_which_no_test_can_run_is_caught(status, monkeypatch):
+    tree = object.__new__(Tree)
+    tree.root = ROOT / "of a copy"
+    process = types.SimpleNamespace(returncode=status, communicate=lambda timeout: ("", None))
+    monkeypatch.setattr(subprocess, "Popen", lambda *command, **options: process)
+    assert tree.run("tests/tools", "tests/api") == (CAUGHT, "")
+    process.returncode = 5
+    with pytest.raises(RuntimeError, match="tests/tools tests/api"):
+        tree.run("tests/tools", "tests/api")
 
 
 def test_faults_leave_the_kept_kernels_of_the_tree_alone(tmp_path, monkeypatch):
