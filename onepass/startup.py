@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import re
 import signal
 import sys
 import threading
@@ -12,6 +12,7 @@ from typing import Any
 from . import variables
 
 INTERRUPTED = 130  # exit code that a shell reports for a program that Ctrl-C ended
+_MODULE = re.compile(r" -\w*m ?onepass(\.cli)?( |$)")  # -m may follow other letters, and the name follow it at once
 
 
 def is_command() -> bool:
@@ -21,7 +22,7 @@ def is_command() -> bool:
     """
     name = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
     if name == "-m":
-        return not {"-m onepass", "-m onepass.cli"}.isdisjoint(map(" ".join, itertools.pairwise(sys.orig_argv)))
+        return _MODULE.search(" ".join(sys.orig_argv)) is not None
     return name in ("onepass", "onepass.exe")
 
 

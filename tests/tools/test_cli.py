@@ -579,9 +579,12 @@ def test_a_narrow_terminal_cuts_no_number(monkeypatch):
     assert max(map(len, captured.get().splitlines())) <= 140
 
 
-@pytest.mark.parametrize("argv", [["/usr/bin/onepass"], ["-m", "onepass"], ["-m", "onepass.cli"], ["onepass.exe"]])
+@pytest.mark.parametrize(
+    "argv", ["/usr/bin/onepass", "-m onepass", "-m onepass.cli", "-monepass", "-Im onepass.cli", "onepass.exe"]
+)
 def test_ctrl_c_while_modules_load_ends_the_command_with_130(argv, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", argv[:1])
+    argv = argv.split()
+    monkeypatch.setattr(sys, "argv", ["-m" if argv[0].startswith("-") else argv[0]])
     monkeypatch.setattr(sys, "orig_argv", ["python", *argv, "info"])
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
@@ -600,7 +603,7 @@ def test_ctrl_c_while_modules_load_ends_the_command_with_130(argv, monkeypatch, 
         signal.signal(signal.SIGINT, handler)
 
 
-@pytest.mark.parametrize("argv", [["train.py"], ["-m", "onepass.compat"], ["-c"], [""], []])
+@pytest.mark.parametrize("argv", [["train.py"], ["-m", "onepass.compat"], ["-m", "onepasses"], ["-c"], [""], []])
 def test_other_programs_keep_their_ctrl_c(argv, monkeypatch):
     monkeypatch.setattr(sys, "argv", argv[:1])
     monkeypatch.setattr(sys, "orig_argv", ["python", *argv])
