@@ -588,13 +588,13 @@ def test_ctrl_c_while_modules_load_ends_the_command_with_130(argv, monkeypatch, 
     monkeypatch.setattr(sys, "orig_argv", ["python", *argv, "info"])
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         startup._begin()
         signal.raise_signal(signal.SIGINT)
         assert ended == [130]
         startup.end()
-        assert signal.getsignal(signal.SIGINT) is handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         monkeypatch.setenv("ONEPASS_BACKEND", "sm70")
         with pytest.raises(SystemExit, match="2"):
             startup._begin()

@@ -70,7 +70,7 @@ def test_a_kernel_that_does_not_compile_has_no_digest(monkeypatch):
     code_digests = pytest.importorskip("code_digests", reason="nvidia-cutlass-dsl is not installed")
     monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", lambda *options: ThreadPoolExecutor(1))
     monkeypatch.setattr(code_digests, "requests", lambda: iter([("forward", ("sm_90a", None)), ("forward 2", ())]))
-    with pytest.raises(RuntimeError, match="^1 of 1 kernels have no digest: forward$"):
+    with pytest.raises(RuntimeError, match=r"^1 of 1 kernels have no digest: forward$"):
         code_digests.digests(["forward"])
 
 
