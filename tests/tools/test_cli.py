@@ -466,6 +466,13 @@ def test_cache_clear_yes(cached):
     assert "no compiled kernels" in invoke("cache", "clear").output
 
 
+def test_cache_clear_says_which_file_stays(cached):
+    (cached / f"{'ef' * 16}.lock").mkdir()
+    result = invoke("cache", "clear", "--yes")
+    assert result.exit_code == 1
+    assert f"kept efefefef: {'ef' * 16}.lock: is a directory\n" in result.output
+
+
 def test_cache_without_a_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "none"))
     for arguments in (["cache"], ["cache", "clear"]):

@@ -307,7 +307,8 @@ def clear(directory: Path) -> tuple[list[Entry], list[tuple[Entry, str]]]:
         except BlockingIOError:
             kept.append((entry, BEING_BUILT))
         except OSError as error:
-            kept.append((entry, str(error)))
+            file = os.path.basename(error.filename or lock)
+            kept.append((entry, f"{file}: {(error.strerror or str(error)).lower()}"))
         else:
             removed.append(entry)
     return removed, kept
