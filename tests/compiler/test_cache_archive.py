@@ -56,6 +56,19 @@ def test_there_and_back(cache, tmp_path, suffix, magic):
     assert found.added == [KEYS[0], KEYS[2]]
 
 
+def test_an_export_leaves_what_lies_where_it_writes_alone(cache, tmp_path):
+    file, victim = tmp_path / "kernels.tar.gz", tmp_path / "victim"
+    own, link = (tmp_path / f"{file.name}.{suffix}" for suffix in ("part", f"{os.getpid()}.part"))
+    own.write_text("the user's")
+    link.symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        cache_archive.export_entries(cache, file)
+    link.unlink()
+    cache_archive.export_entries(cache, file)
+    assert own.read_text() == "the user's"
+    assert not victim.exists()
+
+
 def add(archive, name, content):
     about = tarfile.TarInfo(name)
     about.size = len(content)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
 import re
 import stat
 import tarfile
@@ -41,9 +42,13 @@ def export_entries(directory: Path, file: Path) -> list[disk_cache.Entry]:
     """
     intact = [entry for entry in disk_cache.entries(directory) if not entry.problem]
     written = []
-    part = file.with_name(f"{file.name}.part")
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
-        with _new_archive(part, file.suffix == ".xz") as archive:
+        archive = _new_archive(part, file.suffix == ".xz")
+    except tarfile.CompressionError as error:
+        raise OSError(f"{file}: {error}") from None  # this Python was built without xz
+    try:
+        with archive:
             for entry in intact:
                 names = [f"{entry.key}.{kind}" for kind in ("o", "json")]
                 try:
@@ -57,16 +62,15 @@ def export_entries(directory: Path, file: Path) -> list[disk_cache.Entry]:
                 written.append(entry)
         if written:
             part.replace(file)
-    except tarfile.CompressionError as error:
-        raise OSError(f"{file}: {error}") from None  # this Python was built without xz
     finally:
         part.unlink(missing_ok=True)
     return written
 
 
 def _new_archive(file: Path, is_xz: bool) -> tarfile.TarFile:
+    """An archive at a path where nothing lies, neither a file nor a link. Raises: FileExistsError if something does."""
     # the dictionary of this preset, 2 MiB, holds about 18 kernels
-    return tarfile.open(file, "w:xz", preset=2) if is_xz else tarfile.open(file, "w:gz")
+    return tarfile.open(file, "x:xz", preset=2) if is_xz else tarfile.open(file, "x:gz")
 
 
 def import_entries(directory: Path, file: Path) -> Imported:
