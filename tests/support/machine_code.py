@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import os
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -69,7 +70,9 @@ def compile_and_read(arch: str, trace: Callable[[], tuple]) -> tuple[MachineCode
     with tempfile.TemporaryDirectory() as directory:
         with _captured() as output:
             compiled = compile.compile_now(
-                arch, trace, f"{compile.OPTIONS} --keep-ptx --keep-cubin --dump-dir={directory} remarks{{ptx}}"
+                arch,
+                trace,
+                f"{compile.OPTIONS} --keep-ptx --keep-cubin --dump-dir={shlex.quote(directory)} remarks{{ptx}}",
             )
         cubin = Path(directory) / "kernel.cubin"
         cubin.write_bytes(compiled.__cubin__)
