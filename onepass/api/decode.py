@@ -187,8 +187,8 @@ def attention_decode(
             past the filled length, and in pages that no sequence uses, have no effect, whatever they are.
         cache_seqlens: (batch,) int32 on q's device: keys in the cache before the call. It is not changed.
         page_table: (batch, max_pages) int32: key n of entry b is row n % page_size of page
-            page_table[b, n // page_size]. Sequences may share pages that none of them writes; the result is undefined
-            if one of them writes such a page. Entries past the filled length may hold any number.
+            page_table[b, n // page_size]. Sequences may share pages; the result is undefined if a new key is written
+            over another key that the call uses. Entries past the filled length may hold any number.
         cu_seqlens_q: (batch + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, which
             stand at the end of its cache_seqlens[b] keys: prompts in chunks beside single tokens. Rows past the last
             offset have out = 0, lse = -inf, even with sinks. k_new, v_new and rotary positions cannot be combined with

@@ -267,17 +267,18 @@ def _check_before_writing(
     score_options = {name: options[name] for name in ("causal", "window", "softcap", "softmax_scale")}
     splits = {"num_splits": None, "split_size": None, "check_values": False, "return_lse": True}
     most_queries = options.get("max_seqlen_q") if cu_seqlens_q is not None else None
-    check_decode(inputs, rotary_interleaved=False, max_seqlen_q=most_queries, **splits, **score_options)
+    problem = check_decode(inputs, rotary_interleaved=False, max_seqlen_q=most_queries, **splits, **score_options)
     if new is not None:
         refuse_overlaps(inputs._replace(k_new=new[0], v_new=new[1]))
     if is_on_host(lengths):
         for length, end in zip(lengths.tolist(), filled.tolist(), strict=True):
             refuse_lengths(length, length, cache.capacity, end - length)
-        read_cache_lengths(inputs)
+        read_cache_lengths(inputs, problem)
         if cache.page_table is not None:
             starts = [0] * len(lengths) if extras.starts is None else extras.starts.tolist()
             table, page_size = cache.page_table.tolist(), cache.k.shape[1]
-            refuse_shared_pages(table, page_size, starts, lengths.tolist(), filled.tolist())
+            hides_keys = extras.chunk is not None or problem.attention.mask.window_left is not None
+            refuse_shared_pages(table, page_size, starts, lengths.tolist(), filled.tolist(), hides_keys)
 
 
 def check_over_pages(
@@ -288,13 +289,13 @@ def check_over_pages(
 
 
 def table_of_entries(
-    batch: int, device: torch.device, k_cache: Tensor, page_table: Tensor | None, cache_batch_idx: Any, is_written: bool
+    batch: int, device: torch.device, k_cache: Tensor, page_table: Tensor | None, cache_batch_idx: Any, k: Any
 ) -> Tensor | None:
     """The page table of a batch whose entries pick entries of a cache, or rows of a page table.
 
     Without a page table each picked entry is a page as long as the cache, so nothing is copied.
 
-    Args: is_written: whether new keys are written to the picked entries.
+    Args: k: the new keys, which are written to the picked entries, or None.
     """
     if cache_batch_idx is None:
         return page_table
@@ -314,6 +315,7 @@ def table_of_entries(
                 f"cache_batch_idx: expected entries 0 to {entries.shape[0] - 1} of {owner}, "
                 f"got {cache_batch_idx.tolist()}"
             )
+        is_written = isinstance(k, Tensor) and k.numel() > 0
         if is_written and len(set(cache_batch_idx.tolist())) < batch:
             raise ValueError(
                 f"cache_batch_idx: expected distinct entries where k and v are given, got {cache_batch_idx.tolist()}"

@@ -18,7 +18,7 @@ from ..geometry.rotary import rotate
 from ..ops.autocast import without_autocast
 from ..problem import Mask, Modifiers
 from ..problem.attention import NO_MODIFIERS
-from ..problem.decode import DecodeInputs, RotaryPositions
+from ..problem.decode import DecodeInputs, DecodeProblem, RotaryPositions
 from ..problem.descales import descale_of_keys
 from ..problem.lengths import read_cache_lengths, refuse_shared_pages
 from ..quantization.codec import E4M3
@@ -170,7 +170,7 @@ def decode(
         if plan.rank != 0 and sinks is not None:  # sinks count once
             problem, local = decode_calls.problem_of("decode", arguments | {"sinks": None})
         if check_values or q.device.type == "cpu":
-            _check_values(plan, inputs, tokens, problem.kv_block)
+            _check_values(plan, inputs, tokens, problem, mask.window_left is not None)
         if inputs.seqlen_new:
             refuse_overlaps(inputs)
         problem = replace(problem, attention=replace(problem.attention, float32_out=True))
@@ -231,22 +231,24 @@ def _check(plan: ContextPlan, inputs: DecodeInputs) -> None:
     checks.check_rotary_positions(inputs)
 
 
-def _check_values(plan: ContextPlan, inputs: DecodeInputs, tokens: Tensor, kv_block: int | None) -> None:
+def _check_values(
+    plan: ContextPlan, inputs: DecodeInputs, tokens: Tensor, problem: DecodeProblem, hides_keys: bool
+) -> None:
     """Check lengths in the whole sequence, and this rank's pages and descales, by value. The host waits for the device.
 
     Raises: ValueError, see `read_cache_lengths`.
     """
     whole = inputs.k_cache.new_empty(()).expand(inputs.batch, plan.num_tokens, 1, 1)
-    read_cache_lengths(inputs._replace(k_cache=whole, page_table=None, k_descale=None, v_descale=None))
+    read_cache_lengths(inputs._replace(k_cache=whole, page_table=None, k_descale=None, v_descale=None), problem)
     first, start = inputs.cache_seqlens, (inputs.modifiers or NO_MODIFIERS).seqstart_k
     # new keys are written even before the start of a sequence
     start = torch.zeros_like(first) if start is None else torch.minimum(start, first)
     starts, lengths, ends = (_before(tokens, t) for t in (start, first, first + inputs.seqlen_new))
     local = inputs._replace(cache_seqlens=ends, k_new=None, v_new=None, modifiers=Modifiers(starts))
-    read_cache_lengths(local._replace(rotary_cos=None, rotary_sin=None), kv_block)
+    read_cache_lengths(local._replace(rotary_cos=None, rotary_sin=None), problem)
     if inputs.page_table is not None:
         rows = starts.tolist(), lengths.tolist(), ends.tolist()
-        refuse_shared_pages(inputs.page_table.tolist(), inputs.k_cache.shape[1], *rows)
+        refuse_shared_pages(inputs.page_table.tolist(), inputs.k_cache.shape[1], *rows, hides_keys)
 
 
 def _compared(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import torch
 
 from .attention import AttentionProblem, Inputs
-from .decode import DecodeInputs, refuse_lengths
+from .decode import DecodeInputs, DecodeProblem, refuse_lengths
 from .descales import NAMES, descale_of_keys
 
 
@@ -100,11 +99,11 @@ def read_values(
     return cu_q, cu_k, used, starts
 
 
-def read_cache_lengths(inputs: DecodeInputs, kv_block: int | None = None) -> list[int]:
+def read_cache_lengths(inputs: DecodeInputs, problem: DecodeProblem) -> list[int]:
     """cache_seqlens as a list, after a check of all values that decide where the call reads and writes.
 
     Raises: ValueError if a length is negative or leaves no room for the new keys, if a used entry of the page table is
-    not a page of the cache, if new keys are written to a page that is used twice, if a descale of a key is 0 or not
+    not a page of the cache, if new keys are written over other keys of the call, if a descale of a key is 0 or not
     finite, if a rotated position is past the end of rotary_cos, if a sequence begins after its end, or if cu_seqlens_q
     is invalid.
     """
@@ -125,31 +124,38 @@ def read_cache_lengths(inputs: DecodeInputs, kv_block: int | None = None) -> lis
             if wrong is not None:
                 name = f"page_table[{b}, {first + used.index(wrong)}]"
                 raise ValueError(f"{name}: expected a page 0 to {num_pages - 1} of the cache, got {wrong}")
-        refuse_shared_pages(table, page_size, starts, lengths, ends)
-    _refuse_descales(inputs, kv_block, [*map(min, starts, lengths)], ends)
+        refuse_shared_pages(table, page_size, starts, lengths, ends, problem.attention.mask.window_left is not None)
+    _refuse_descales(inputs, problem.kv_block, [*map(min, starts, lengths)], ends)
     _check_rotary_rows(inputs, max(lengths) + inputs.seqlen_new)
     return lengths
 
 
 def refuse_shared_pages(
-    table: list[list[int]], page_size: int, starts: list[int], lengths: list[int], ends: list[int]
+    table: list[list[int]], page_size: int, starts: list[int], lengths: list[int], ends: list[int], hides_keys: bool
 ) -> None:
-    """Raise ValueError if a page that new keys of a sequence are written to is used a second time.
+    """Raise ValueError if a new key is written to a row of a page that holds another key of the call.
 
-    Args: for each sequence, starts: its first key; lengths: its first new key; ends: the end of its keys.
+    Args:
+        starts, lengths, ends: of each sequence, its first key, its first new key, and the end of its keys.
+        hides_keys: whether a mask hides old keys: a sequence may then write over them, as in a ring of pages.
     """
-
-    def pages(b: int, first: int) -> range:
-        return range(first // page_size, -(-ends[b] // page_size) if ends[b] > first else 0)
-
-    counts = Counter(table[b][i] for b in range(len(table)) for i in pages(b, min(starts[b], lengths[b])))
-    for b, row in enumerate(table):
-        shared = next((i for i in pages(b, lengths[b]) if counts[row[i]] > 1), None)
-        if shared is not None:
-            raise ValueError(
-                f"page_table[{b}, {shared}]: expected a page that nothing else uses, since new keys are written to it, "
-                f"got page {row[shared]}, which the table has {counts[row[shared]]} times"
-            )
+    uses: dict[int, list[tuple[int, int, int, int, int]]] = {}
+    for b, (start, length, end) in enumerate(zip(starts, lengths, ends, strict=True)):
+        start = min(start, length)
+        for i in range(start // page_size, -(-end // page_size)) if end > start else ():
+            # the first row in this page that the sequence uses, the first that it writes, and the end of both
+            rows = (min(max(n - i * page_size, 0), page_size) for n in (start, length, end))
+            uses.setdefault(table[b][i], []).append((b, i, *rows))
+    for page, of_page in uses.items():
+        written = [use for use in of_page if use[3] < use[4]] if len(of_page) > 1 else []
+        for b, i, _, first, end in written:
+            for other, j, used, written_to, last in of_page:
+                taken = written_to if other == b and hides_keys else used
+                if (b, i) != (other, j) and first < last and taken < end:
+                    raise ValueError(
+                        f"page_table[{b}, {i}]: expected a page with rows {first} to {end - 1} for new keys alone, "
+                        f"got page {page}, which is page_table[{other}, {j}], too"
+                    )
 
 
 def _refuse_descales(inputs: DecodeInputs, kv_block: int | None, starts: list[int], ends: list[int]) -> None:

@@ -34,7 +34,7 @@ def decode(
             of them; None where they cannot be had.
     """
     attention = problem.attention
-    lengths, offsets = read_cache_lengths(inputs, problem.kv_block), read_query_offsets(inputs)
+    lengths, offsets = read_cache_lengths(inputs, problem), read_query_offsets(inputs)
     if attention.has_seqstart_k and inputs.page_table is not None:
         # pages that hold no key of a sequence may be any number, and all others have been checked
         inputs = inputs._replace(page_table=inputs.page_table.clamp(0, inputs.k_cache.shape[0] - 1))

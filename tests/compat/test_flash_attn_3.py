@@ -547,6 +547,35 @@ def test_rows_past_the_last_offset_of_new_keys_are_not_written(page_size):
             given = before
 
 
+def test_a_sequence_without_new_keys_may_read_a_page_that_another_continues():
+    k_cache, v_cache = (randn(2, 8, 2, 8, seed=s) for s in (1, 2))
+    k, v = (randn(1, 2, 8, seed=s) for s in (3, 4))
+    out = fa3.flash_attn_with_kvcache(
+        randn(1, 4, 8).expand(2, -1, -1),
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens=torch.tensor([3, 3], dtype=INT32),
+        page_table=torch.zeros(2, 1, dtype=INT32),
+        cu_seqlens_q=torch.tensor([0, 1, 2], dtype=INT32),
+        max_seqlen_q=1,
+        cu_seqlens_k_new=torch.tensor([0, 1, 1], dtype=INT32),
+    )
+    assert torch.equal(k_cache[0, 3], k[0])
+    for b, n in enumerate((4, 3)):
+        expected = fa3.flash_attn_func(randn(1, 4, 8)[None], k_cache[:1, :n], v_cache[:1, :n])
+        torch.testing.assert_close(out[b], expected[0, 0])
+
+
+def test_no_new_keys_may_be_given_for_one_entry_twice():
+    caches, none = [randn(2, 8, 2, 8, seed=s) for s in (1, 2)], torch.empty(2, 0, 2, 8, dtype=torch.float64)
+    call = {"cache_seqlens": torch.tensor([3, 5], dtype=INT32), "cache_batch_idx": torch.tensor([1, 1])}
+    q = randn(2, 1, 4, 8)
+    out = fa3.flash_attn_with_kvcache(q, *caches, none, none, **call)
+    assert torch.equal(out, fa3.flash_attn_with_kvcache(q, *caches, **call))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
@@ -559,7 +588,7 @@ def test_rows_past_the_last_offset_of_new_keys_are_not_written(page_size):
         (
             {"page_table": torch.tensor([[0, 1], [1, 3], [4, 5]], dtype=INT32)},
             ValueError,
-            r"page_table\[0, 1\]: expected a page that nothing else uses, .* got page 1, which the table has 2 times",
+            r"page_table\[0, 1\]: expected a page with rows 1 to 1 for new keys alone, got page 1, which",
         ),
         (
             {"cache_batch_idx": torch.tensor([0, 2, 2])},

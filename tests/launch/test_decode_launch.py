@@ -331,7 +331,7 @@ def test_check_values(launched):
     with pytest.raises(ValueError, match=r"cache_seqlens: expected 0 to 2048, .* got 2049"):
         decode_launch.decode(check_decode(inputs, **(OPTIONS | {"check_values": True})), inputs)
     for inputs, message in (
-        (inputs_of(is_paged=True, has_new=True), r"page_table\[0, 0\]: expected a page that nothing else uses"),
+        (inputs_of(is_paged=True, has_new=True), r"page_table\[0, 0\]: expected a page with rows"),
         (inputs_of(descales=((), ()))._replace(cache_seqlens=torch.ones(2, dtype=INT32)), "k_descale: expected finite"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -483,6 +483,23 @@ def test_compiled_without_a_break():
         assert torch.equal(first[name], second[name])
 
 
+def test_a_window_over_a_ring_of_pages():
+    """A table that has each page again and again: new keys are written over keys that the window has left behind."""
+    caches = [randn(2, 60, 2, 8, dtype=torch.float32, seed=s) for s in (1, 2)]
+    for cache in caches:
+        cache[0, 0] = 0.0  # as in the pages before the first step
+    pages = [torch.zeros(8, 4, 2, 8), torch.zeros(8, 4, 2, 8)]
+    table = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]], dtype=INT32).repeat(1, 4)
+    q = randn(2, 3, 4, 8, dtype=torch.float32)
+    for step in range(1, 54, 3):
+        filled = lengths(step, max(0, step - 1))
+        new = [torch.stack([t[b, n : n + 3] for b, n in enumerate(filled.tolist())]) for t in caches]
+        options = {"cache_seqlens": filled, "causal": True, "window": (10, 0)}
+        out = onepass.attention_decode(q, *pages, page_table=table, k_new=new[0], v_new=new[1], **options)
+        options["cache_seqlens"] = filled + 3
+        assert torch.equal(out, onepass.attention_decode(q, *caches, **options))
+
+
 # ---------------------------------------------------------------- refusals
 
 COS = torch.ones(80, 4)
@@ -493,13 +510,13 @@ REFUSED = {
     "page_table[0, 0]: expected a page 0 to 12 of the cache, got -1": {
         "page_table": torch.full((2, 5), -1, dtype=INT32)
     },
-    "page_table[0, 3]: expected a page that nothing else uses, since new keys are written to it, got page 4, which": {
+    "page_table[1, 0]: expected a page with rows 5 to 7 for new keys alone, got page 4": {
         "page_table": torch.tensor([[1, 2, 3, 4, 5], [4, 6, 7, 8, 9]], dtype=INT32)
     },
-    "page_table[1, 0]: expected a page that nothing else uses, since new keys are written to it, got page 2, which": {
+    "page_table[1, 0]: expected a page with rows 5 to 7 for new keys alone, got page 2": {
         "page_table": torch.tensor([[1, 2, 3, 4, 5], [2, 6, 7, 8, 9]], dtype=INT32)
     },
-    "page_table[0, 3]: expected a page that nothing else uses, since new keys are written to it, got page 1, which": {
+    "page_table[0, 3]: expected a page with rows 12 to 14 for new keys alone, got page 1": {
         "page_table": torch.tensor([[1, 2, 3, 1, 5], [6, 7, 8, 9, 10]], dtype=INT32)
     },
     "page_table: expected shape (2, max_pages), (batch, max_pages), got (3, 5)": {

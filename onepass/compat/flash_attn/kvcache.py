@@ -97,7 +97,7 @@ def flash_attn_with_kvcache(
     q, k, v = autocast_rows(k_cache, q, k, v)
     if block_table is not None and tensors.check_tensor("block_table", block_table).dim() != 2:
         raise ValueError(f"block_table: expected shape (batch, max_blocks), got {tuple(block_table.shape)}")
-    page_table = table_of_entries(q.shape[0], q.device, k_cache, block_table, cache_batch_idx, k is not None)
+    page_table = table_of_entries(q.shape[0], q.device, k_cache, block_table, cache_batch_idx, k)
     cache = Cache(k_cache, v_cache, page_table, k_descale, v_descale)
     conventions.check_per_entry("cache_leftpad", cache_leftpad, q.shape[0], q.device)
     _check_new(q, k_cache, v_cache, k, v, cache_seqlens)

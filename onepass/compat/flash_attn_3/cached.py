@@ -71,7 +71,7 @@ def over_cache(
     conventions.check_per_entry("seqused_q", seqused_q, batch, q.device)
     _check_rotary_seqlens(rotary, batch, q.device)
     _check_new(q, k_cache, v_cache, k, v, batch, cache_seqlens, cu_seqlens_k_new)
-    table = table_of_entries(batch, q.device, k_cache, page_table, cache_batch_idx, k is not None)
+    table = table_of_entries(batch, q.device, k_cache, page_table, cache_batch_idx, k)
     k_descale, v_descale = _cache_descales(q, k_cache, descales, batch)
     cache = Cache(k_cache, v_cache, table, k_descale, v_descale)
     seqlen_new = 0 if k is None or cu_seqlens_k_new is not None else k.shape[1]

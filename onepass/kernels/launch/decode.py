@@ -34,7 +34,7 @@ from .merge import merge_blocks, merge_request
 def decode(problem: DecodeProblem, inputs: DecodeInputs, prepare: Callable) -> tuple[Tensor, Tensor]:
     """out and lse of a call, as `onepass.tiled.decode` gives them. Args: prepare: a backend's."""
     if problem.check_values:
-        read_cache_lengths(inputs, problem.kv_block)
+        read_cache_lengths(inputs, problem)
     return prepare(problem, inputs.q.device)(inputs)
 
 
