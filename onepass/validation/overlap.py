@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +31,20 @@ def refuse_overlaps(inputs: DecodeInputs) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    tensors = dict(zip(_NAMES, inputs.tensors, strict=False))
-    for cache_name in ("k_cache", "v_cache"):
-        cache = tensors.pop(cache_name)
-        assert cache is not None
-        if _overlaps_itself(cache):
-            raise ValueError(
-                f"{cache_name}: expected memory of its own for every element, got strides {cache.stride()}"
-            )
+    tensors = inputs.tensors
+    caches = {"k_cache": inputs.k_cache, "v_cache": inputs.v_cache}
+    for name, cache in caches.items():
+        if not cache.is_contiguous() and _overlaps_itself(cache):
+            raise ValueError(f"{name}: expected memory of its own for every element, got strides {cache.stride()}")
+    have_addresses = all(t is None or (type(t) in _TENSOR_TYPES and not t.is_meta) for t in tensors)
+    if have_addresses and peek_interpreter_stack() is None and not _may_overlap(tensors, *_ranges_of(inputs)):
+        return
+    others = dict(zip(_NAMES, tensors, strict=False))
+    for cache_name, cache in caches.items():
+        del others[cache_name]
         if cache.device.type == "meta":
             continue
-        for name, t in tensors.items():
+        for name, t in others.items():
             if t is not None and (t is cache or _share_memory(cache, t)):
                 raise ValueError(
                     f"{name}: expected memory apart from {cache_name}, to which new keys and values are written, "
@@ -49,32 +53,37 @@ def refuse_overlaps(inputs: DecodeInputs) -> None:
 
 
 def with_overlaps_refused(forward: Forward, inputs: DecodeInputs) -> Forward:
-    """`forward` with a check of the addresses of its tensors.
+    """`forward` with a check of the addresses of its tensors, for repeated calls.
 
-    Repeated calls take this check, so it compares ranges of addresses first.
-
-    Args: inputs: the shapes of all tensors that `forward` will get, and the strides of the caches.
+    Args: inputs: the shapes and strides of the caches of all calls.
     """
-    k_steps, v_steps = _steps_of(inputs.k_cache), _steps_of(inputs.v_cache)
-    k_bytes, v_bytes = _extent(k_steps), _extent(v_steps)
-    ranges = [(i, t.stride(), _bytes(t)) for i, t in enumerate(inputs.tensors) if t is not None and i not in (1, 2)]
+    ranges = _ranges_of(inputs)
 
     def checked(inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        tensors: tuple = inputs.tensors
-        k_start, v_start = tensors[1].data_ptr(), tensors[2].data_ptr()
-        k_end, v_end = k_start + k_bytes, v_start + v_bytes
-        may_overlap = k_start < v_end and v_start < k_end and _overlap(v_start - k_start, k_steps, v_steps)
-        for i, stride, size in ranges:
-            t = tensors[i]
-            start = t.data_ptr()
-            if start < k_end or start < v_end:
-                end = start + (size if t.stride() == stride else _bytes(t))
-                may_overlap |= (start < k_end and k_start < end) or (start < v_end and v_start < end)
-        if may_overlap:
+        if _may_overlap(inputs.tensors, *ranges):
             refuse_overlaps(inputs)
         return forward(inputs)
 
     return checked
+
+
+def _ranges_of(inputs: DecodeInputs) -> tuple[Steps, Steps, int, int]:
+    """The steps and the bytes of both caches."""
+    return _steps_of(inputs.k_cache), _steps_of(inputs.v_cache), _bytes(inputs.k_cache), _bytes(inputs.v_cache)
+
+
+def _may_overlap(tensors: tuple[Any, ...], k_steps: Steps, v_steps: Steps, k_bytes: int, v_bytes: int) -> bool:
+    """Whether the caches share memory, or the range of addresses of another tensor meets that of a cache."""
+    k_start, v_start = tensors[1].data_ptr(), tensors[2].data_ptr()
+    k_end, v_end = k_start + k_bytes, v_start + v_bytes
+    if k_start < v_end and v_start < k_end and _overlap(v_start - k_start, k_steps, v_steps):
+        return True
+    for t in tensors[:1] + tensors[3:]:
+        if t is not None and ((start := t.data_ptr()) < k_end or start < v_end):
+            end = start + _bytes(t)
+            if (start < k_end and k_start < end) or (start < v_end and v_start < end):
+                return True
+    return False
 
 
 def _overlaps_itself(t: Tensor) -> bool:
@@ -96,14 +105,19 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _steps_of(t: Tensor) -> Steps:
+    return _steps(t.shape, t.stride(), t.element_size())
+
+
+@functools.lru_cache(maxsize=1024)
+def _steps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> Steps:
     """The steps of a tensor, without dimensions that reach one position. A dimension of size 0 has 0 positions."""
-    size = t.element_size()
-    dims = ((stride * size, n) for n, stride in zip(t.shape, t.stride(), strict=True))
+    dims = ((stride * size, n) for n, stride in zip(shape, strides, strict=True))
     return *(dim for dim in dims if dim[1] == 0 or (dim[1] > 1 and dim[0])), (1, size)
 
 
 def _bytes(t: Tensor) -> int:
-    return _extent(_steps_of(t))
+    """Bytes from the first to the last, inclusive."""
+    return t.nbytes if t.is_contiguous() else _extent(_steps_of(t))
 
 
 def _extent(steps: Steps) -> int:

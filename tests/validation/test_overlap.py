@@ -15,6 +15,7 @@ from onepass.kernels.compiler import compile
 from onepass.kernels.launch import append as append_launch
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import decode_sm90 as decode_launch_sm90
+from onepass.validation import overlap
 from onepass.validation.overlap import _overlap, _overlaps_itself, _steps_of
 
 INT32 = torch.int32
@@ -92,6 +93,15 @@ def test_caches_of_one_allocation_are_allowed(make):
     assert fast_path.num_kept() == 1
     assert float(k_cache.sum()) == 2 * 2 * k_cache.shape[-1]
     assert float(v_cache.sum()) == 2 * 2 * v_cache.shape[-1]
+
+
+def test_ranges_of_addresses_are_compared_before_tensors(monkeypatch):
+    """The operator checks each call of a compiled graph: strides are only looked at where ranges meet."""
+    monkeypatch.setattr(overlap, "_share_memory", lambda *tensors: pytest.fail("compared strides"))
+    memory = torch.zeros(13, 2, 2, 8)
+    k_cache, new = memory[:12].transpose(0, 1), memory[12:].transpose(0, 1)
+    onepass.attention_decode(**call_of(k_cache, torch.zeros(SHAPE), k_new=new, v_new=new))
+    onepass.attention_decode(**call_of(*one_allocation(2), check_values=True))
 
 
 def elements(memory, t):
