@@ -139,13 +139,20 @@ def refuse_shared_pages(
         starts, lengths, ends: of each sequence, its first key, its first new key, and the end of its keys.
         hides_keys: whether a mask hides old keys: a sequence may then write over them, as in a ring of pages.
     """
-    uses: dict[int, list[tuple[int, int, int, int, int]]] = {}
-    for b, (start, length, end) in enumerate(zip(starts, lengths, ends, strict=True)):
-        start = min(start, length)
-        for i in range(start // page_size, -(-end // page_size)) if end > start else ():
-            # the first row in this page that the sequence uses, the first that it writes, and the end of both
-            rows = (min(max(n - i * page_size, 0), page_size) for n in (start, length, end))
-            uses.setdefault(table[b][i], []).append((b, i, *rows))
+
+    def pages(b: int, first: int) -> range:
+        return range(first // page_size, -(-ends[b] // page_size) if ends[b] > first else 0)
+
+    # batch entry, number in its row of the table, and in the page: the first row used, the first written, and the end
+    uses: dict[int, list[tuple[int, int, int, int, int]]] = {
+        row[i]: [] for b, row in enumerate(table) for i in pages(b, lengths[b])
+    }
+    for b, row in enumerate(table if uses else ()):
+        start = min(starts[b], lengths[b])
+        for i in pages(b, start):
+            if row[i] in uses:
+                used, first, end = (min(max(n - i * page_size, 0), page_size) for n in (start, lengths[b], ends[b]))
+                uses[row[i]].append((b, i, used, first, end))
     for page, of_page in uses.items():
         written = [use for use in of_page if use[3] < use[4]] if len(of_page) > 1 else []
         for b, i, _, first, end in written:

@@ -1,9 +1,13 @@
 """Lengths, starts, pages and rotated positions: the last value that is accepted, and the first that is refused."""
 
+import contextlib
+import random
+
 import pytest
 import torch
 
 import onepass
+from onepass.problem.lengths import refuse_shared_pages
 
 INT32 = torch.int32
 
@@ -139,3 +143,28 @@ def test_the_last_value_that_is_accepted_and_the_first_that_is_not(function, tak
     assert out.isfinite().all()
     with pytest.raises(ValueError, match=message):
         function(**bad)
+
+
+def test_new_keys_are_refused_exactly_where_they_overwrite_keys():
+    """Random tables, against the row of a page that each key of a call has."""
+    rng = random.Random(0)
+    seen = {True: 0, False: 0}
+    for _ in range(1000):
+        size, columns, pages, hides_keys = rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 6), rng.random() < 0.5
+        table = [[rng.randrange(pages) for _ in range(columns)] for _ in range(rng.randint(1, 3))]
+        lengths = [rng.randint(0, columns * size) for _ in table]
+        ends = [rng.randint(n, min(n + 3, columns * size)) for n in lengths]
+        starts = [rng.randint(0, end) for end in ends]
+        used = [(b, n) for b, end in enumerate(ends) for n in range(min(starts[b], lengths[b]), end)]
+        overwrites = any(
+            (b, n) != (other, m)
+            and (table[b][n // size], n % size) == (table[other][m // size], m % size)
+            and not (hides_keys and b == other and m < lengths[b])
+            for b, n in used
+            if n >= lengths[b]
+            for other, m in used
+        )
+        with pytest.raises(ValueError, match="for new keys alone") if overwrites else contextlib.nullcontext():
+            refuse_shared_pages(table, size, starts, lengths, ends, hides_keys)
+        seen[overwrites] += 1
+    assert min(seen.values()) > 200
