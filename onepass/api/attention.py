@@ -373,7 +373,7 @@ def attention(
     """
     if unknown or positional:
         raise keywords.unexpected("attention", unknown, positional=positional)
-    if not isinstance(q, Tensor) and overrides.has_torch_function_unary(q):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor)) and overrides.has_torch_function((q, k)):
         return keywords.overridden(attention, locals())
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -483,7 +483,7 @@ def attention_varlen(
     """
     if unknown or positional:
         raise keywords.unexpected("attention_varlen", unknown, positional=positional)
-    if not isinstance(q, Tensor) and overrides.has_torch_function_unary(q):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor)) and overrides.has_torch_function((q, k)):
         return keywords.overridden(attention_varlen, locals())
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

@@ -260,7 +260,7 @@ def attention_decode(
     """
     if unknown or positional:
         raise keywords.unexpected("attention_decode", unknown, positional=positional)
-    if not isinstance(q, Tensor) and overrides.has_torch_function_unary(q):
+    if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor)) and overrides.has_torch_function((q, k_cache)):
         return keywords.overridden(attention_decode, locals())
     q, k_new, v_new = autocast_rows(k_cache, q, k_new, v_new)
     inputs = DecodeInputs(

@@ -80,13 +80,14 @@ def hide_unknown(function: _Function) -> _Function:
 
 
 def overridden(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """The call as the type of q overrides it by `__torch_function__`: `torch.fx.symbolic_trace` makes it a node.
+    """The call as the type of q or k overrides it by `__torch_function__`: `torch.fx.symbolic_trace` makes it a node.
 
     Args: arguments: those of the call, by name; defaults are left out.
     """
     parameters = inspect.signature(function).parameters
     given = {name: arguments[name] for name, p in parameters.items() if arguments[name] is not p.default}
-    return torch.overrides.handle_torch_function(function, (given.pop("q"),), arguments["q"], **given)
+    q, relevant = given.pop("q"), (arguments["q"], arguments.get("k", arguments.get("k_cache")))
+    return torch.overrides.handle_torch_function(function, relevant, q, **given)
 
 
 def unexpected(

@@ -252,6 +252,19 @@ def test_symbolic_traces():
         assert function in targets
 
 
+def test_constant_queries_of_symbolic_traces():
+    class Latents(torch.nn.Module):
+        queries = torch.ones(2, 3, 4, 8)
+
+        def forward(self, k, v, lengths):
+            given = {"cache_seqlens": lengths}
+            return onepass.attention(self.queries, k, v), onepass.attention_decode(self.queries, k, v, **given)
+
+    layer, given = Latents(), (torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8), torch.tensor([9, 5], dtype=INT32))
+    for found, expected in zip(torch.fx.symbolic_trace(layer)(*given), layer(*given), strict=True):
+        assert torch.equal(found, expected)
+
+
 # ---------------------------------------------------------------- mixed precision
 
 
