@@ -304,10 +304,12 @@ class _Sequences(NamedTuple):
             missing, other = ("q", "k") if offsets_q is None else ("k", "q")
             raise UnsupportedError(f"cu_seq_lens_{missing}: expected offsets, as cu_seq_lens_{other} has, got None")
         # where values cannot be read, keys that are not real are hidden
-        if pattern.first is not None or pattern.end is not None or (pattern.is_real is not None and may_wait(q)):
+        has_holes = pattern.is_real is not None and may_wait(q)
+        if pattern.first is not None or pattern.end is not None or pattern.has_padding or has_holes:
             raise UnsupportedError("cu_seq_lens_q: expected None where attention_mask has padding, got both")
-        offsets = offsets_q.to(q.device, torch.int32), offsets_k.to(q.device, torch.int32)
-        return cls(offsets, max_length_q, max_length_k)
+        of_queries = offsets_q.to(q.device, torch.int32)
+        of_keys = of_queries if offsets_k is offsets_q else offsets_k.to(q.device, torch.int32)
+        return cls((of_queries, of_keys), max_length_q, max_length_k)
 
     @classmethod
     def found(
@@ -344,6 +346,11 @@ def _packed(
     offsets_q, offsets_k = sequences.offsets
     if offsets_q is offsets_k:
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]  # a static cache has room for more
+    elif pattern.used is not None and q.shape[0] > 1:
+        raise UnsupportedError(
+            "cu_seq_lens_k: expected the same tensor as cu_seq_lens_q where there are several rows and a cache has "
+            f"room for more keys, got another tensor for {q.shape[0]} rows"
+        )
     out = api.attention_varlen(
         *(x.flatten(0, 1) for x in (q, k, v)),
         cu_seqlens_q=offsets_q,

@@ -31,6 +31,7 @@ class Pattern(NamedTuple):
     whole: Tensor | None = None  # bool or floating point (batch, num_heads or 1, q_length, num_keys)
     offsets: Tensor | None = None  # int32 (num_sequences + 1,), packed sequences in the flattened batch
     chunk_size: int | None = None  # of chunks that `ranges` has taken into account, for a row that is one sequence
+    has_padding: bool = False  # whether there is padding of which `first` and `end` say nothing
     may_be_packed: bool = False  # positions that the layers get may say that sequences are packed
     q_offset: int | Tensor = 0  # the place of the first query among the keys, where sequences may be packed
 
@@ -165,7 +166,7 @@ def padding_mask(
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # the length that a static cache counts up in each layer
     call = _Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
-    found = _recognize(mask_function, kv_offset + kv_length, attention_mask is not None, kwargs)
+    found = _recognize(mask_function, kv_offset + kv_length, attention_mask, kwargs)
     if found is not None and found.window is not None and not found.is_causal and q_length != kv_length:
         found = None
     make = partial(_values, call, mask_function, kwargs)
@@ -227,14 +228,18 @@ def _padding(call: _Call, found: _Found) -> Pattern | None:
     pattern = pattern._replace(used=end if has_slots else None)
     if found.chunk_size is not None:
         low, high = _chunks(found, call)
-        if attention_mask is not None:
-            if not may_wait(attention_mask):
-                return None
-            rows = RealKeys.of(_real_keys(attention_mask, kv_offset, kv_length), end, 0)
-            if not rows.is_simple.all():
-                return None
-            low, high = low.maximum(rows.first[:, None]), high.minimum(rows.last[:, None])
-        return _of_ranges(low, high)._replace(is_causal=True, chunk_size=found.chunk_size)
+        chunks = Pattern(is_causal=True, chunk_size=found.chunk_size)
+        if attention_mask is None:
+            return _with_bounds(chunks, low, high)
+        is_real = _real_keys(attention_mask, kv_offset, kv_length)
+        if not may_wait(attention_mask):
+            return chunks._replace(ranges=_ranges(low, high), is_real=is_real)
+        rows = RealKeys.of(is_real, end, 0)
+        is_simple, is_full = torch.stack((rows.is_simple.all(), (rows.last - rows.first == end).all())).tolist()
+        if not is_simple:
+            return chunks._replace(ranges=_ranges(low, high), is_real=is_real)
+        low, high = low.maximum(rows.first[:, None]), high.minimum(rows.last[:, None])
+        return _with_bounds(chunks, low, high)._replace(has_padding=not is_full)
     if attention_mask is None:
         return pattern
     if may_wait(attention_mask):
@@ -259,7 +264,8 @@ def _simple_padding(call: _Call, pattern: Pattern, end: int | Tensor) -> Pattern
     if not is_simple:
         return None
     first = None if begins_at_0 else rows.first.to(torch.int32)
-    return pattern._replace(first=first, end=None if is_full or pattern.is_causal else rows.last.to(torch.int32))
+    end_of_rows = None if is_full or pattern.is_causal else rows.last.to(torch.int32)
+    return pattern._replace(first=first, end=end_of_rows, has_padding=not is_full)
 
 
 def with_ranges(
@@ -369,15 +375,15 @@ class RealKeys(NamedTuple):
         return cls(first, last, is_simple)
 
 
-def _of_ranges(low: Tensor, high: Tensor) -> Pattern:
+def _with_bounds(pattern: Pattern, low: Tensor, high: Tensor) -> Pattern:
     """The pattern in which queries see keys low to high, (batch, q_length) each, as a step of generation if it is one.
 
     A range that ends before its start is empty.
     """
     ranges = _ranges(low, high)
     if low.shape[1] > 1:
-        return Pattern(ranges=ranges)
-    return Pattern(is_causal=True, first=ranges[:, 0, 0, 0].contiguous(), end=ranges[:, 0, 0, 1].contiguous())
+        return pattern._replace(ranges=ranges)
+    return pattern._replace(is_causal=True, first=ranges[:, 0, 0, 0].contiguous(), end=ranges[:, 0, 0, 1].contiguous())
 
 
 def _ranges(low: Tensor, high: Tensor) -> Tensor:
@@ -399,7 +405,7 @@ def _without_holes(whole: Tensor) -> Pattern:
     seen = whole[:, 0]
     low = seen.view(torch.uint8).argmax(-1)
     is_simple = (seen[..., 1:] & ~seen[..., :-1]).sum(-1) + seen[..., 0] <= 1
-    return _of_ranges(low, low + seen.sum(-1)) if is_simple.all() else Pattern(whole=whole)
+    return _with_bounds(Pattern(), low, low + seen.sum(-1)) if is_simple.all() else Pattern(whole=whole)
 
 
 def may_wait(t: Tensor) -> bool:
@@ -433,16 +439,14 @@ class _Found(NamedTuple):
 
 
 def _recognize(
-    mask_function: Callable | None, num_positions: int, has_padding: bool, options: dict[str, Any]
+    mask_function: Callable | None, num_positions: int, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> _Found | None:
     """The pattern of transformers' composed mask function; None for a pattern that `attention_forward` cannot express.
 
-    Args:
-        has_padding: whether there is an attention mask.
-        options: the further arguments of `padding_mask`.
+    Args: attention_mask: as in `padding_mask`, bool. options: the further arguments of `padding_mask`.
     """
     if torch.compiler.is_compiling():
-        return _recognize_compiled(mask_function, has_padding, **options)
+        return _recognize_compiled(mask_function, attention_mask, **options)
     found = _Found(False)
     for name, variables in _conditions(mask_function):
         if name == "causal_mask_function":
@@ -468,7 +472,7 @@ def _recognize(
 
 def _recognize_compiled(
     mask_function: Callable | None,
-    has_padding: bool,
+    attention_mask: Tensor | None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = False,
     allow_is_bidirectional_skip: bool = False,
@@ -491,7 +495,10 @@ def _recognize_compiled(
     if allow_is_causal_skip and chunk_size is None:
         return _Found(True, window=(local_size - 1, None))
     is_chunked = allow_is_causal_skip and getattr(config, "sliding_window", None) is None and local_size == chunk_size
-    return _Found(True, chunk_size=chunk_size) if is_chunked and not has_padding else None
+    if not is_chunked:
+        return None
+    left_padding = None if attention_mask is None else (attention_mask.cumsum(-1) == 0).sum(-1)
+    return _Found(True, chunk_size=chunk_size, left_padding=left_padding)
 
 
 def _conditions(mask_function: Callable | None) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -347,6 +347,46 @@ def test_chunks_of_packed_sequences(llama4, use_cache):
         assert_close(out, expected)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_chunks_of_packed_sequences_with_a_mask_of_ones(llama4, is_compiled):
+    eager, ours = llama4
+    row = tokens(1)
+    expected = torch.cat([eager(part, use_cache=False).last_hidden_state for part in row.split(PACKED, 1)], 1)
+    torch._dynamo.reset()
+    forward = torch.compile(ours.forward, backend="eager") if is_compiled else ours.forward
+    out = forward(row, torch.ones_like(row), position_ids=packed_positions(), **offsets()).last_hidden_state
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("hidden", [slice(0, 2), slice(4, 5), slice(9, 11)])
+def test_packed_sequences_with_padding_are_refused(llama4, hidden):
+    """The offsets could count the padding, or leave it out."""
+    mask = torch.ones(1, SEQLEN, dtype=torch.long)
+    mask[:, hidden] = 0
+    for model in (make("Llama", {}, register()), llama4[1]):
+        with pytest.raises(NotImplementedError, match="cu_seq_lens_q: expected None where attention_mask has padding"):
+            model(tokens(1), attention_mask=mask, position_ids=packed_positions(), **offsets())
+
+
+def test_packed_rows_in_a_static_cache():
+    """Offsets of keys count no free slots. Another tensor for the keys could only say so if its values were read."""
+    eager, ours = (make("Llama", {}, implementation) for implementation in ("eager", register()))
+    rows = tokens(2)
+    parts = [[eager(part, use_cache=False).logits for part in row[None].split(PACKED, 1)] for row in rows]
+    expected = torch.cat([torch.cat(row, 1) for row in parts])
+    counts = torch.tensor(PACKED * 2)
+    both = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+    def run(other):
+        cache = transformers.StaticCache(config=ours.config, max_cache_len=SEQLEN + 5)
+        positions = packed_positions().repeat(2, 1)
+        return ours(rows, position_ids=positions, past_key_values=cache, cu_seq_lens_q=both, cu_seq_lens_k=other).logits
+
+    assert_close(run(both), expected)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_k: expected the same tensor"):
+        run(both.clone())
+
+
 @pytest.mark.parametrize("kind", ["bool", "lowest", "infinity"])
 def test_a_mask_of_four_dimensions_with_packed_sequences(decoders, kind):
     """A query sees keys of its own sequence that the mask leaves."""
