@@ -55,10 +55,16 @@ class ShortMask(torch.Tensor):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device | str,
-    ) -> ShortMask:
-        """Args: make_values: makes the floating point mask of this shape, dtype and device."""
+    ) -> Tensor:
+        """Args: make_values: makes the floating point mask of this shape, dtype and device.
+
+        Returns: a ShortMask; the values where torch.export gives every tensor a class of its own.
+        """
         # one NaN, in no memory but its own, so that an operation that does not ask for the values shows
-        mask = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape).as_subclass(ShortMask)
+        nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+        if type(nan) is not torch.Tensor:
+            return make_values()
+        mask = nan.as_subclass(ShortMask)
         mask.pattern, mask.make_values, mask.kept = pattern, make_values, {}
         return mask
 
@@ -156,7 +162,7 @@ def padding_mask(
         attention_mask: (batch, tokens seen so far), True = real token, or None; one of four dimensions is returned.
         kwargs: further arguments of transformers' mask functions.
 
-    Returns: a `ShortMask` of shape (batch_size, 1, q_length, kv_length).
+    Returns: a `ShortMask` of shape (batch_size, 1, q_length, kv_length), or its values in a non-strict torch.export.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask

@@ -654,6 +654,29 @@ def test_padding_of_a_compiled_model(name, side, monkeypatch):
         assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_export(strict):
+    """In a non-strict export every tensor is a fake one, whose class a mask cannot have, too."""
+
+    class Logits(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, mask):
+            return self.model(ids, attention_mask=mask, use_cache=False).logits
+
+    mask = padding("left")
+    one = {"num_hidden_layers": 1}
+    eager, ours = (Logits(make("Llama", one, implementation)) for implementation in ("eager", register()))
+    batch = torch.export.Dim("batch", min=2, max=8)
+    with torch.no_grad():
+        program = torch.export.export(ours, (tokens(), mask), dynamic_shapes=({0: batch}, {0: batch}), strict=strict)
+        rows = slice(0, 2)
+        out = program.module()(tokens()[rows], mask[rows])
+        assert_close(out, eager(tokens()[rows], mask[rows]), mask[rows].bool())
+
+
 def test_a_mask_that_is_ready_stays_as_it_is():
     """transformers gives masks of a generation step to the model, which asks for its mask again."""
     from transformers import masking_utils
