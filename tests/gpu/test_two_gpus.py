@@ -45,7 +45,7 @@ def decode(q, k, v):
     """A decoding step with a new key, in splits, which are merged."""
     lengths = torch.tensor([500, 699], dtype=INT32, device=q.device)
     k, v = k.clone(), v.clone()
-    new = {"k_new": k[:, :1], "v_new": v[:, :1]}
+    new = {"k_new": k[:, :1].clone(), "v_new": v[:, :1].clone()}
     out = onepass.attention_decode(q[:, :1], k, v, cache_seqlens=lengths, num_splits=3, **new, backend="sm80")
     return [out, k, v]
 
