@@ -310,7 +310,7 @@ def test_splits_of_equal_keys_give_equal_bits_in_any_batch_and_any_cache():
             assert torch.equal(one, many[at])
 
 
-@pytest.mark.sampled(quick=0, slow=1)
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize(("key", "window"), [(126, None), (129, None), (117, (10, None))])
 def test_nan_of_a_hidden_key_stays_hidden_in_its_split(key, window):
     """A NaN in the first split (keys 0 to 127) and in the second; with a window, for rows that see both."""

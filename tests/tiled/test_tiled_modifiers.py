@@ -323,3 +323,17 @@ def test_a_bias_with_fewer_columns_than_keys_of_a_sequence():
         q, k[:0], v[:0], cu_seqlens_q=offsets["cu_seqlens_q"], cu_seqlens_k=without_keys, bias=torch.zeros(1, 5, 0)
     )
     assert not empty.any()
+
+
+def test_a_packed_bias_of_two_rows_for_two_sequences():
+    """Each sequence has its own row: the fewest rows that are not one row for all."""
+    q, k, v = torch.randn(2, 4, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 8)
+    offsets_q, offsets_k = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1, 2], [0, 3, 6]))
+    bias = torch.randn(4, 2, 3)
+    out = onepass.attention_varlen(q, k, v, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, bias=bias)
+    for row in range(2):
+        keys = slice(3 * row, 3 * row + 3)
+        alone = onepass.attention(
+            q[None, row : row + 1], k[None, keys], v[None, keys], bias=bias[None, :, row : row + 1]
+        )
+        torch.testing.assert_close(out[row], alone[0, 0])

@@ -94,6 +94,13 @@ def test_bad_options(arguments, message):
     assert message in result.stderr
 
 
+def test_v_may_be_narrower(imagine):
+    asked = imagine(FakeRuns(lambda config: 1.0))
+    assert invoke("tune", "--head-dim", "64", "--head-dim-v", "32", "--backend", "sm90").exit_code == 0
+    ((call,), _, _) = asked[0]
+    assert (call["k"][3], call["v"][3]) == (64, 32)
+
+
 def test_a_gain(imagine, tmp_path):
     asked = imagine(FakeRuns(gaining))
     path = tmp_path / "tune.json"
