@@ -144,8 +144,9 @@ def attention_forward(
     weights. Outputs at padding on the right are arbitrary. The host reads no value, except by the first layer that gets
     position_ids without a mask, and without a cache or with an empty one.
 
-    Raises: NotImplementedError naming an argument that is not supported; ValueError or TypeError naming one whose value
-        is not allowed.
+    Raises:
+        NotImplementedError: an argument is not supported. ValueError, TypeError: a value of it is not allowed. The
+            message names the argument.
     """
     _refuse_unknown(kwargs)
     memory = _memory_of(attention_mask, module, query)

@@ -54,6 +54,7 @@ DISPATCH = ("tests/dispatch/test_dispatch.py", "tests/launch/test_tuned.py", "te
 MODIFIERS = ("tests/device/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
 BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py")
 LAUNCH = (
+    "tests/launch/test_argument_values.py",
     "tests/launch/test_launch.py",
     "tests/launch/test_decode_launch.py",
     "tests/launch/test_backward_launch.py",
@@ -235,7 +236,10 @@ AREAS = (
                 ),
                 ("tests/launch/test_decode_launch.py", *DECODE),
             ),
-            Group(("onepass/kernels/launch/modifiers.py",), ("tests/launch/test_modifier_arguments.py", *MODIFIERS)),
+            Group(
+                ("onepass/kernels/launch/modifiers.py",),
+                ("tests/launch/test_argument_values.py", "tests/launch/test_modifier_arguments.py", *MODIFIERS),
+            ),
             Group(("onepass/kernels/launch/query_bounds.py",), BOUNDS),
             Group(
                 ("onepass/kernels/launch/float32_halves.py",),

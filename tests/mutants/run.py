@@ -44,8 +44,8 @@ COPIED = "onepass", "tests", "benchmarks", "pyproject.toml"
 DESELECTED = ("tests/tiled/test_semantics.py::test_the_first_call_of_a_process_is_exact",)
 CAUGHT, HANGS, SURVIVED = "caught", "hangs", "survived"
 LIMIT_S = 1200.0
-# Of 88 faults whose survivors had all been looked at, 14 were harmless.
-HARMLESS = 0.2
+# Of 60 faults whose survivors had all been looked at, 16 changed no result on a CPU: speed, words, tensors on a GPU.
+HARMLESS = 0.3
 
 
 @dataclass(frozen=True)
