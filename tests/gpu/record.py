@@ -98,7 +98,7 @@ def collected() -> list[str]:
 def report(record: dict, names: list[str], kernels: dict[str, str]) -> list[str]:
     """A line for each test file: the tests that have run on a GPU, and whether they ran with these kernels.
 
-    A file that has also run with another backend than sm90 has a line for it, too.
+    A file has a line for each backend that it has run with.
 
     Args:
         names: the GPU tests that there are.
@@ -107,7 +107,8 @@ def report(record: dict, names: list[str], kernels: dict[str, str]) -> list[str]
     counts = Counter(name.split("::")[0].removeprefix("tests/gpu/") for name in names)
     rows = {(row["file"], row["backend"]): row for row in record["rows"]}
     lines = []
-    for file, backend in sorted({(file, "sm90") for file in counts} | {key for key in rows if key[0] in counts}):
+    unrecorded = {(file, "sm90") for file in counts.keys() - {file for file, _ in rows}}
+    for file, backend in sorted(unrecorded | {key for key in rows if key[0] in counts}):
         row, count = rows.get((file, backend)), counts[file]
         name = file if backend == "sm90" else f"{file} ({backend})"
         if row is None:
