@@ -143,7 +143,7 @@ def test_every_packed_tile_has_one_number(longest_first, slack):
         assert list(packed_tiles(lengths, slack, 4, heads, longest_first, some)) == [found[n] for n in some]
 
 
-@pytest.mark.parametrize(("num_singles", "num_others"), itertools.product((0, 1, 2, 7), repeat=2))
+@pytest.mark.parametrize(("num_singles", "num_others"), list(itertools.product((0, 1, 2, 7), repeat=2)))
 def test_kinds_of_tiles_alternate(num_singles, num_others):
     """Each tile comes once, tiles of a kind in ascending order, and the kinds alternate while there are two."""
     order = [tile_scheduler.mixed_number(n, num_singles, num_others) for n in range(num_singles + num_others)]
