@@ -361,7 +361,12 @@ AREAS = (
             ),
             Group(
                 ("onepass/integrations/transformers*.py",),
-                ("tests/compat/test_transformers.py", "tests/compat/test_transformers_generation.py"),
+                (
+                    "tests/compat/test_transformers.py",
+                    "tests/compat/test_transformers_packing.py",
+                    "tests/compat/test_transformers_masks.py",
+                    "tests/compat/test_transformers_generation.py",
+                ),
             ),
         ),
     ),

@@ -1,0 +1,374 @@
+"""The mask of a transformers model: its values, its chunks, what writes to it, and what is refused."""
+
+import sys
+
+import pytest
+import torch
+from tiny_transformers import (
+    BATCH,
+    LLAMA4,
+    SEQLEN,
+    SMALL,
+    HostReads,
+    Layer,
+    assert_close,
+    make,
+    masks_of_layers,
+    packed_positions,
+    padding,
+    tokens,
+    weighted_gradient,
+)
+
+transformers = pytest.importorskip("transformers")
+
+from onepass import reference  # noqa: E402
+from onepass.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
+from onepass.integrations.transformers_masks import ShortMask  # noqa: E402
+
+
+def causal_mask(dtype=torch.float32):
+    from transformers import masking_utils
+
+    return padding_mask(2, 4, 4, mask_function=masking_utils.causal_mask_function, dtype=dtype)
+
+
+EDITS = {
+    "slice": lambda m: m[..., :3],
+    "join": lambda m: torch.cat([m, torch.zeros(2, 1, 4, 2)], -1),
+    "sum": lambda m: 1 + m + torch.ones(4),
+    "hide": lambda m: m.masked_fill(m == 0, -1.0),
+    "select": lambda m: torch.where(m[:, 0] == 0, 1.0, 2.0),
+    "another type": lambda m: m.to(torch.float64).bool().logical_not(),
+    "write elsewhere": lambda m: torch.zeros(2, 1, 4, 4).add_(m),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_values_of_a_mask(name, is_compiled):
+    """To a model a mask is the floating point mask of eager attention, whatever the model does with it."""
+    from transformers import masking_utils
+
+    expected = masking_utils.eager_mask(2, 4, 4, mask_function=masking_utils.causal_mask_function)
+    torch._dynamo.reset()
+    edit = lambda: EDITS[name](causal_mask())  # noqa: E731
+    found = (torch.compile(edit, backend="eager", fullgraph=True) if is_compiled else edit)()
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, EDITS[name](expected))
+
+
+def test_a_mask_that_moves():
+    """A model on several devices, or in mixed precision, sends its mask along, and no value is computed for that."""
+    mask = causal_mask()
+    assert mask.to("cpu") is mask.contiguous() is mask.detach() is mask
+    for moved, device, dtype in ((mask.to("meta"), "meta", mask.dtype), (mask.to(torch.float64), "cpu", torch.float64)):
+        assert isinstance(moved, ShortMask)
+        assert (moved.device.type, moved.shape, moved.dtype) == (device, mask.shape, dtype)
+        assert mask.kept == moved.kept == {}
+    assert torch.equal(mask.to(torch.float64).clone(), mask.clone().double())
+    assert causal_mask(torch.bfloat16).dtype == causal_mask(torch.bfloat16).clone().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m: m.add_(1),
+        lambda m: m.__setitem__(0, 1.0),
+        lambda m: m.__iadd__(1),
+        lambda m: torch.add(m, 1, out=m),
+        lambda m: torch.nn.functional.relu(m, inplace=True),
+    ],
+)
+def test_a_model_that_writes_to_its_mask_is_refused(write):
+    with pytest.raises(NotImplementedError, match="attention_mask: expected a model that does not write to its mask"):
+        write(causal_mask())
+
+
+def test_keys_that_an_indexer_chooses():
+    q, k = torch.randn(2, 4, 4, 8), torch.randn(2, 2, 4, 8)
+    indices = torch.tensor([[0, 3], [0, -1], [1, 2], [3, 0]]).expand(2, 4, 2)
+    chosen = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]).bool()  # and not in the future
+    expected = attention_forward(Layer(), q, k, k, chosen[None, None])[0]
+    bool_mask = torch.ones(4, 4).tril().bool()[None, None]
+    for mask in (causal_mask(), causal_mask().clone(), bool_mask):
+        assert_close(attention_forward(Layer(), q, k, k, mask, indices=indices)[0], expected)
+
+
+def test_compressed_keys_do_not_leak_the_future():
+    """DeepSeek-V4 joins compressed keys to its keys and, if there is a mask, to the mask."""
+    config = transformers.DeepseekV4Config(
+        **SMALL | {"num_key_value_heads": 1, "eos_token_id": 2},
+        q_lora_rank=16,
+        moe_intermediate_size=32,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        index_topk=2,
+        index_n_heads=2,
+        index_head_dim=16,
+        sliding_window=4,
+        o_groups=1,
+        o_lora_rank=16,
+        qk_rope_head_dim=8,
+        layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+        num_hash_layers=0,
+    )
+    results = []
+    for implementation in ("eager", register()):
+        torch.manual_seed(0)
+        model = transformers.DeepseekV4ForCausalLM._from_config(config, attn_implementation=implementation).eval()
+        rows = torch.randint(3, 97, (1, 150), generator=torch.Generator().manual_seed(1)).repeat(2, 1)
+        rows[1, 140:] = 5
+        results.append(model(rows).logits)
+        assert_close(results[-1][1, :140], results[-1][0, :140])
+    assert_close(*reversed(results))
+
+
+def call(module=None, attention_mask=None, **kwargs):
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    return attention_forward(module or Layer(), q, k, k, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sliding_window", range(1, 7))
+def test_window_edges(sliding_window, is_causal):
+    """Windows around the number of keys, 5: the last one that hides a key and the first one that hides none."""
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    out, _ = attention_forward(Layer(), q, k, k, None, sliding_window=sliding_window, is_causal=is_causal)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    window = (sliding_window - 1, sliding_window - 1)
+    assert_close(out.double(), reference.attention(q, k, k, causal=is_causal, window=window).out)
+
+
+def test_harmless_arguments_pass():
+    out, weights = call(use_cache=True, output_attentions=False, position_bias=None)
+    assert out.shape == (2, 5, 4, 8)
+    assert weights is None
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"output_attentions": True}, "output_attentions"),
+        (
+            {
+                "position_bias": torch.zeros(1, 4, 5, 5),
+                "cu_seq_lens_q": torch.tensor([0, 10]),
+                "cu_seq_lens_k": torch.tensor([0, 10]),
+            },
+            "cu_seq_lens_q: expected one row with as many keys as queries where there is a mask or a position bias",
+        ),
+        ({"cache": object()}, "cache"),
+        ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, "block_table"),
+        ({"attention_mask": torch.zeros(2, 5, 5)}, r"attention_mask: expected None, .* got shape \(2, 5, 5\)"),
+        ({"attention_mask": torch.ones(2, 1, 5, 5, dtype=torch.long)}, "this model makes its own mask"),
+        ({"attention_mask": torch.ones(2, 5, dtype=torch.long)}, "this model makes its own mask"),
+        (
+            {
+                "attention_mask": torch.ones(2, 5, dtype=torch.bool),
+                "cu_seq_lens_q": torch.tensor([0, 10]),
+                "cu_seq_lens_k": torch.tensor([0, 10]),
+            },
+            "cu_seq_lens_q: expected None where attention_mask has padding",
+        ),
+        ({"cu_seq_lens_q": torch.tensor([0, 10])}, "cu_seq_lens_k: expected offsets, as cu_seq_lens_q has, got None"),
+        ({"cu_seq_lens_k": torch.tensor([0, 10])}, "cu_seq_lens_q: expected offsets, as cu_seq_lens_k has, got None"),
+        ({"attention_mask": torch.zeros(1, 1, 2, 2, dtype=torch.int32)}, "this model makes its own mask"),
+        ({"attention_mask": torch.ones(2, 1, 1, 2, dtype=torch.int64)}, "this model makes its own mask"),
+        ({"attention_mask": torch.ones(2, 1, 1, 5, dtype=torch.uint8)}, "this model makes its own mask"),
+        ({"indices": torch.zeros(2, 5, 3, dtype=torch.long)}, "indices: expected .* attention_mask of shape None"),
+        ({"sliding_window": 0}, "sliding_window: expected at least 1, the query's own key, or None, got 0"),
+        ({"sliding_window": -1}, "sliding_window: expected at least 1, .*, got -1"),
+    ],
+)
+def test_refusals(kwargs, match):
+    with pytest.raises(NotImplementedError, match=match):
+        call(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"dropout": 2.0}, "dropout: expected"),
+        ({"softcap": -1.0}, "softcap: expected"),
+        ({"scaling": float("nan")}, "scaling: expected"),
+        ({"s_aux": torch.zeros(3)}, "s_aux: expected"),
+        ({"position_bias": torch.zeros(1, 3, 5, 5)}, "position_bias: expected"),
+        (
+            {"cu_seq_lens_q": torch.zeros(1, 2).int(), "cu_seq_lens_k": torch.zeros(1, 2).int()},
+            "cu_seq_lens_q: expected",
+        ),
+    ],
+)
+def test_values_that_are_not_allowed(kwargs, match):
+    """A message has the name that the caller has given the argument."""
+    with pytest.raises(ValueError, match=match):
+        call(**kwargs)
+
+
+def test_unknown_alignment_is_refused():
+    with pytest.raises(ValueError, match="is_causal: expected a bool here or as an attribute of Module"):
+        call(torch.nn.Module())
+
+
+def test_a_whole_mask_needs_no_alignment():
+    q, mask = torch.randn(1, 2, 5, 8), torch.rand(1, 1, 5, 5) < 0.7
+    out, _ = attention_forward(torch.nn.Module(), q, q, q, mask)
+    assert torch.equal(out, attention_forward(Layer(), q, q, q, mask)[0])
+
+
+def test_more_keys_than_queries_without_a_mask():
+    """A causal layer cannot know where its queries stand; a single query sees every key."""
+    q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 5, 8)
+    with pytest.raises(NotImplementedError, match="attention_mask: expected a mask where a causal layer has 2 queries"):
+        attention_forward(Layer(), q, k, k, None)
+    attention_forward(Layer(), q[:, :, :1], k, k, None)
+    attention_forward(Layer(), q, k, k, None, is_causal=False)
+
+
+def test_output_attentions_of_a_model_is_refused():
+    with pytest.raises(NotImplementedError, match="output_attentions"):
+        make("Llama", {}, register())(tokens(), output_attentions=True)
+
+
+def patterns(config):
+    """Masks that only a whole mask can represent, made as models make them."""
+    from transformers import masking_utils
+
+    config.attention_chunk_size = 4
+    arguments = {"config": config, "inputs_embeds": torch.zeros(BATCH, SEQLEN, 32), "past_key_values": None}
+    arguments["attention_mask"] = padding("left")
+    return {
+        "or": masking_utils.create_causal_mask(**arguments, or_mask_function=lambda b, h, i, j: j < 7),
+        "and": masking_utils.create_causal_mask(**arguments, and_mask_function=lambda b, h, i, j: (i - j) % 3 < 2),
+        "chunks": masking_utils.create_chunked_causal_mask(**arguments),
+        "blocks": masking_utils.create_causal_mask(
+            **arguments, block_sequence_ids=torch.tensor([-1, -1, 0, 0, 0, -1, -1, 1, 1, 1, 1]).expand(BATCH, -1)
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["or", "and", "chunks", "blocks"])
+def test_masks_with_another_pattern(name):
+    """Where every query sees neighbors, ranges of keys say so; else there is a whole mask."""
+    eager, ours = (make("Llama", {}, implementation) for implementation in ("eager", register()))
+    mask = patterns(ours.config)[name]
+    found = mask.pattern.whole if name == "and" else mask.pattern.ranges
+    assert found.shape == (BATCH, 1, SEQLEN, SEQLEN if name == "and" else 2)
+    out = ours(tokens(), attention_mask=mask, use_cache=False).logits
+    expected = eager(tokens(), attention_mask=patterns(eager.config)[name], use_cache=False).logits
+    assert_close(out, expected, padding("left").bool())
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right", "packed"])
+def test_chunks(llama4, side, monkeypatch):
+    made = masks_of_layers(monkeypatch)
+    where = torch.ones(BATCH, SEQLEN, dtype=torch.bool) if side in ("none", "packed") else padding(side).bool()
+    options = {"use_cache": False, "attention_mask": padding(side) if side in ("left", "right") else None}
+    if side == "packed":
+        options["position_ids"] = torch.stack(
+            [packed_positions()[0], torch.arange(SEQLEN), torch.arange(SEQLEN) % 7 + 2]
+        )
+    results = []
+    for model in llama4:
+        out = model(tokens(), **options).last_hidden_state[where]
+        results.append((out.detach(), weighted_gradient(model, out)))
+    assert made[0].pattern.ranges.shape == (BATCH, 1, SEQLEN, 2)
+    assert made[1].pattern.ranges is None
+    for actual, expected in zip(*reversed(results), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_chunks_in_a_cache(llama4, side, cache, monkeypatch):
+    made = masks_of_layers(monkeypatch)
+    mask = torch.ones(BATCH, SEQLEN, dtype=torch.long) if side == "none" else padding(side)
+    results = []
+    for model in llama4:
+        if cache == "static":
+            past = transformers.StaticCache(config=model.config, max_cache_len=16)
+        else:
+            past = transformers.DynamicCache(config=model.config)
+        parts = []
+        for start, end in ((0, 6), (6, 9), (9, 10), (10, 11)):
+            given = None if side == "none" else mask[:, :end]
+            step = model(tokens()[:, start:end], attention_mask=given, past_key_values=past, use_cache=True)
+            parts.append(step.last_hidden_state)
+        results.append(torch.cat(parts, 1))
+    assert_close(*reversed(results), mask.bool())
+    assert all(m.pattern.whole is None for m in made)
+
+
+def test_chunks_without_a_mask_wait_for_nothing():
+    from transformers import masking_utils
+
+    config = make("Llama4Text", LLAMA4, register(), head="Model").config
+    arguments = {"config": config, "inputs_embeds": torch.zeros(1, 9, 32), "past_key_values": None}
+    with HostReads() as reads:
+        assert masking_utils.create_chunked_causal_mask(**arguments, attention_mask=None).pattern.ranges is not None
+    assert reads.count == 0
+
+
+def test_chunks_of_a_compiled_model(llama4, monkeypatch):
+    """A cache, as in training with default settings, keeps transformers from looking for packed sequences."""
+    eager, ours = llama4
+    made = masks_of_layers(monkeypatch)
+    torch._dynamo.reset()
+    out = torch.compile(ours.forward, backend="eager")(tokens(), use_cache=True).last_hidden_state
+    assert_close(out, eager(tokens(), use_cache=True).last_hidden_state)
+    assert made[0].pattern.ranges.shape == (BATCH, 1, SEQLEN, 2)
+    assert made[1].pattern.whole is made[1].pattern.is_real is None
+
+
+def test_a_mask_of_a_single_query():
+    """A step of generation has the bounds of its keys, which need not end at the query's own key."""
+    from transformers import masking_utils
+
+    causal = masking_utils.causal_mask_function
+    with_blocks = masking_utils.or_masks(causal, lambda b, h, i, j: j == 2)
+    without_itself = masking_utils.and_masks(causal, lambda b, h, i, j: j < 5)
+    q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8)
+    for function, end in ((with_blocks, 9), (without_itself, 5)):
+        found = padding_mask(1, 1, 9, q_offset=8, mask_function=function)
+        assert (found.pattern.first.tolist(), found.pattern.end.tolist()) == ([0], [end])
+        out, _ = attention_forward(Layer(), q, k, k, found)
+        seen = k[:, :, :end].transpose(1, 2)
+        assert_close(out.double(), reference.attention(q.transpose(1, 2), seen, seen).out)
+
+
+def test_one_chunk_is_causal():
+    from transformers import masking_utils
+
+    config = make("Llama", {"attention_chunk_size": 9}, register()).config
+    arguments = {"config": config, "inputs_embeds": torch.zeros(1, 9, 32), "past_key_values": None}
+    assert masking_utils.create_chunked_causal_mask(**arguments, attention_mask=None).pattern.ranges is None
+
+
+def test_a_mask_of_three_dimensions_is_refused():
+    from transformers import masking_utils
+
+    with pytest.raises(NotImplementedError, match="attention_mask"):
+        padding_mask(1, 9, 9, mask_function=masking_utils.causal_mask_function, attention_mask=torch.ones(1, 9, 9))
+    q = torch.randn(1, 2, 9, 8)
+    for shape in ((), (9,), (1, 9, 9)):
+        with pytest.raises(NotImplementedError, match=r"attention_mask: expected None, .* got shape"):
+            attention_forward(Layer(), q, q, q, torch.ones(shape, dtype=torch.bool), is_causal=True)
+
+
+def test_who_reads_positions(monkeypatch):
+    """The first layer of a prompt without a mask reads the positions, and no layer does where there is a mask."""
+    read, module = [], sys.modules[attention_forward.__module__]
+    monkeypatch.setattr(
+        module,
+        "starts_by_positions",
+        lambda p, *a, real=module.starts_by_positions: read.append(p.shape) or real(p, *a),
+    )
+    model = make("Llama", {}, register()).eval()
+    prompt = tokens(batch=1)
+    model.generate(prompt, do_sample=False, max_new_tokens=3)
+    assert read == [prompt.shape]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            model(prompt, attention_mask=torch.ones_like(prompt))
+    assert len(read) == 1
