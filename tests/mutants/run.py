@@ -39,7 +39,8 @@ from areas import AREAS, Area, Group, reason_out_of_reach
 from mutate import Mutant, can_be_parsed, draw, mutants_of
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = "onepass", "tests", "benchmarks", "pyproject.toml"
+# All but hidden files, environments among them, and what is built.
+COPIED = [path.name for path in ROOT.iterdir() if not path.name.startswith(".") and path.name not in ("build", "dist")]
 # Tests that start processes of their own take longer than all others of the listed files together.
 DESELECTED = ("tests/tiled/test_semantics.py::test_the_first_call_of_a_process_is_exact",)
 CAUGHT, HANGS, SURVIVED = "caught", "hangs", "survived"
