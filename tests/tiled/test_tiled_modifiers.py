@@ -337,3 +337,18 @@ def test_a_packed_bias_of_two_rows_for_two_sequences():
             q[None, row : row + 1], k[None, keys], v[None, keys], bias=bias[None, :, row : row + 1]
         )
         torch.testing.assert_close(out[row], alone[0, 0])
+
+
+def test_the_gradient_of_lse_alone():
+    """It does not reach V; that of the others is the oracle's."""
+    q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    weights = torch.randn(1, 2, 6, dtype=torch.float64)
+    lse = onepass.attention(q, k, v, alibi_slopes=slopes, return_lse=True).lse
+    dq, dk, dv, dslopes = torch.autograd.grad((lse * weights).sum(), (q, k, v, slopes))
+    assert not dv.any()
+    expected = torch.autograd.grad(
+        (reference.attention(q, k, v, alibi_slopes=slopes).lse * weights).sum(), (q, k, slopes)
+    )
+    for actual, right in zip((dq, dk, dslopes), expected, strict=True):
+        torch.testing.assert_close(actual, right)
