@@ -124,7 +124,8 @@ def read_cache_lengths(inputs: DecodeInputs, problem: DecodeProblem) -> list[int
             if wrong is not None:
                 name = f"page_table[{b}, {first + used.index(wrong)}]"
                 raise ValueError(f"{name}: expected a page 0 to {num_pages - 1} of the cache, got {wrong}")
-        refuse_shared_pages(table, page_size, starts, lengths, ends, problem.attention.mask.window_left is not None)
+        hides_keys = problem.attention.mask.window_left is not None or problem.attention.has_key_ranges
+        refuse_shared_pages(table, page_size, starts, lengths, ends, hides_keys)
     _refuse_descales(inputs, problem.kv_block, [*map(min, starts, lengths)], ends)
     _check_rotary_rows(inputs, max(lengths) + inputs.seqlen_new)
     return lengths

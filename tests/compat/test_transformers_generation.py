@@ -9,6 +9,7 @@ import inspect
 
 import pytest
 import torch
+from tiny_transformers import SMALL
 
 transformers = pytest.importorskip("transformers")
 
@@ -23,15 +24,6 @@ import onepass.compat.flash_attn_4  # noqa: E402
 from onepass.integrations.transformers import register  # noqa: E402
 
 SPECIAL = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-LLAMA = SPECIAL | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
 GPT2 = SPECIAL | {"n_embd": 32, "n_layer": 2, "n_head": 4}
 BERT = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 T5 = SPECIAL | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
@@ -70,10 +62,10 @@ def both(function):
 @pytest.mark.parametrize("kind", ["assistant", "prompt lookup"])
 def test_assisted_generation(kind):
     def generate(implementation):
-        model = make("LlamaForCausalLM", LLAMA, implementation)
+        model = make("LlamaForCausalLM", SMALL, implementation)
         options = {"prompt_lookup_num_tokens": 3}
         if kind == "assistant":
-            options = {"assistant_model": make("LlamaForCausalLM", LLAMA, implementation, num_hidden_layers=1)}
+            options = {"assistant_model": make("LlamaForCausalLM", SMALL, implementation, num_hidden_layers=1)}
         return model.generate(tokens(batch=1), **GREEDY, **options)
 
     expected, found = both(generate)
@@ -116,7 +108,7 @@ FUNCTIONS = {2: onepass.compat.flash_attn, 3: onepass.compat.flash_attn_3, 4: on
 
 @pytest.fixture
 def expected_batch():
-    model = make("LlamaForCausalLM", LLAMA, "sdpa")
+    model = make("LlamaForCausalLM", SMALL, "sdpa")
     found = generate_batch(model)
     assert [len(generated) for _, generated in found] == [8, 8, 8]
     return found
@@ -143,7 +135,7 @@ def counted(monkeypatch):
 def test_continuous_batching(version, expected_batch, counted):
     with onepass.compat.install():
         with a_gpu_for_the_check():
-            model = make("LlamaForCausalLM", LLAMA, f"flash_attention_{version}")
+            model = make("LlamaForCausalLM", SMALL, f"flash_attention_{version}")
         assert generate_batch(model) == expected_batch
     assert counted[version] > 0
 
@@ -156,7 +148,7 @@ def test_continuous_batching_of_a_registered_model(expected_batch, counted, monk
         with a_gpu_for_the_check():
             switch(*args)
 
-    model = make("LlamaForCausalLM", LLAMA, register())
+    model = make("LlamaForCausalLM", SMALL, register())
     with pytest.raises(ValueError, match="onepass is not supported for continuous batching"):
         generate_batch(model)
     monkeypatch.setattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn", switch_with_a_gpu)

@@ -237,7 +237,7 @@ def test_processes_import_nothing_from_the_current_directory(tmp_path, monkeypat
 
 
 def test_processes_have_the_path_of_their_parent(tmp_path, monkeypatch):
-    """Also from a folder whose name has to be quoted, and where this package is found by no entry."""
+    """Folders keep their order, a name that has to be quoted arrives whole, and the package's own folder is added."""
     odd = str(tmp_path / "of 'a\u00e9\udce9\n\"")
     monkeypatch.setattr(sys, "path", ["", odd, *(folder for folder in sys.path if folder != processes._ROOT)])
     command = processes.python_command("import json; print(json.dumps([sys.path, sys.argv[1:]]))", "a b", "-c")
