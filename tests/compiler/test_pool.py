@@ -123,7 +123,7 @@ def test_nothing_to_do_in_the_background():
 def test_behind_the_caller():
     """The caller goes on at once; the worker is closed when all requests are done."""
     crew, started = Crew(), time.perf_counter()
-    assert compile_behind(REQUESTS, lambda: crew)
+    assert compile_behind(REQUESTS, make_worker=lambda: crew)
     assert time.perf_counter() - started < 5  # kernel 6 takes 10 seconds, or until it is killed
     assert crew.has_begun_6.wait(10)
     crew.killed.set()
@@ -132,7 +132,7 @@ def test_behind_the_caller():
         time.sleep(0.01)  # the first of two workers is closed while the other one compiles
     assert crew.closed
     assert sorted(crew.compiled) == [1, 2, 3, 4, 5, 6]
-    assert not compile_behind(REQUESTS[:1], lambda: crew)
+    assert not compile_behind(REQUESTS[:1], make_worker=lambda: crew)
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ class Worker:
 
 compile.is_cached = lambda *kernel: False
 compile.has_disk_cache = lambda: True
-pool.compile_behind([("forward", (0,), "sm_90a", None)], Worker)
+pool.compile_behind([("forward", (0,), "sm_90a", None)], make_worker=Worker)
 time.sleep(0.5)
 """
     started = time.perf_counter()

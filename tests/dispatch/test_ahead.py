@@ -1,5 +1,6 @@
 """Which kernels a call that needs gradients lets other processes compile."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def requested(monkeypatch):
-    """The names of the kernels that are requested on a pretended Hopper GPU."""
+    """The names of the kernels that are requested on a pretended Hopper GPU: of this process with a prefix."""
     names = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -24,7 +25,10 @@ def requested(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
     monkeypatch.setattr(tuned, "gpu_name", lambda device=None: "Pretended GPU")
-    monkeypatch.setattr(pool, "compile_behind", lambda requests: names.extend(r.name for r in requests))
+    monkeypatch.setattr(pool, "compile_behind", lambda requests, *_: bool(names.extend(r.name for r in requests)))
+    monkeypatch.setattr(pool, "num_cpus", lambda: ahead.CPUS_FOR_OTHER_LENGTHS - 1)
+    monkeypatch.setattr(compile, "is_cached", lambda *kernel: False)
+    monkeypatch.setattr(compile, "get", lambda *request: names.append(f"here: {request[0]}"))
     ahead.compile_with_backward.cache_clear()
     yield names
     ahead.compile_with_backward.cache_clear()
@@ -37,12 +41,71 @@ def problem(head_dim, **changes):
 
 
 def test_forward_and_backward_at_once(requested):
+    """This process begins with the kernel that takes longest."""
     ahead.compile_with_backward("sm90", problem(128), CUDA)
-    assert requested == ["forward", "backward_preprocess", "backward", "backward_postprocess"]
+    assert requested == ["forward", "backward_preprocess", "backward_postprocess", "here: backward"]
     ahead.compile_with_backward("sm90", problem(128), CUDA)
     assert len(requested) == 4
     ahead.compile_with_backward("sm80", problem(64), CUDA)
-    assert requested[4:] == ["forward_sm80", "backward_preprocess", "backward_sm80", "backward_postprocess"]
+    assert requested[4:] == ["forward_sm80", "backward_preprocess", "backward_postprocess", "here: backward_sm80"]
+
+
+def test_processes_that_wait_for_work_get_all_of_it(requested, monkeypatch):
+    monkeypatch.setattr(pool, "num_early", lambda: 4)
+    ahead.compile_with_backward("sm90", problem(128), CUDA)
+    assert requested == ["forward", "backward_preprocess", "backward", "backward_postprocess"]
+
+
+def test_a_kernel_that_does_not_compile_is_left_to_the_backward(requested, monkeypatch):
+    def fail(*request):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(compile, "get", fail)
+    ahead.compile_with_backward("sm90", problem(128), CUDA)
+    assert requested == ["forward", "backward_preprocess", "backward_postprocess"]
+
+
+def test_what_is_cached_is_not_requested(requested, monkeypatch):
+    monkeypatch.setattr(compile, "is_cached", lambda name, *_: name in ("forward", "backward"))
+    monkeypatch.setattr(pool, "num_early", lambda: 2)
+    ahead.compile_with_backward("sm90", problem(128), CUDA)
+    assert requested == ["backward_preprocess", "backward_postprocess"]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_other_lengths(requested, monkeypatch, is_packed):
+    """Each kernel that the problem needs at another length is requested, and none that it needs itself."""
+    crews = []
+    monkeypatch.setattr(pool, "num_cpus", lambda: 16)
+    monkeypatch.setattr(pool, "compile_behind", lambda requests, *options: crews.append((list(requests), *options)))
+    asked = problem(128, mask=Mask(None, 0), is_packed=is_packed, batch=4)
+    ahead.compile_with_backward("sm90", asked, CUDA)
+    (behind,), (others, workers, make_worker) = crews
+    assert workers == 8
+    assert make_worker()._niceness > 0
+    own = {r.kernel for r in [*behind, *ahead._requests("sm90", asked, None)]}
+    kernels = {r.kernel for r in others}
+    assert not kernels & own
+    for length in (64, 500, 1000, 4096, 30000):
+        for batch in (1, asked.batch):
+            sizes = (
+                {"seqlen_q": batch * length, "seqlen_k": batch * length}
+                if is_packed
+                else dict.fromkeys(("seqlen_q", "seqlen_k"), length)
+            )
+            needed = {r.kernel for r in ahead._requests("sm90", replace(asked, batch=batch, **sizes), None)}
+            assert needed <= kernels | own, (length, batch)
+
+
+@pytest.mark.parametrize(
+    ("rank", "cpus", "changes"), [("1", 16, {}), ("0", 7, {}), (None, 16, {"seqlen_k": 4096, "seqlen_q": 1})]
+)
+def test_no_other_lengths(requested, monkeypatch, rank, cpus, changes):
+    """Not in other ranks of a machine, not on few CPUs, and not for keys of another sequence."""
+    monkeypatch.setattr(pool, "num_cpus", lambda: cpus)
+    monkeypatch.setenv("LOCAL_RANK", rank) if rank else monkeypatch.delenv("LOCAL_RANK", raising=False)
+    ahead.compile_with_backward("sm90", problem(128, **changes), CUDA)
+    assert sorted(set(requested)) == sorted(requested)
 
 
 @pytest.mark.parametrize(("name", "changes"), [("tiled", {}), ("cpu", {}), ("sm90", {"num_heads_q": 0})])
