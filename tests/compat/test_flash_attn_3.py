@@ -776,14 +776,17 @@ def test_refusals_leave_the_cache_alone(changes, error, match):
     assert all(torch.equal(c.nan_to_num(9), b.nan_to_num(9)) for c, b in zip(caches, before, strict=True))
 
 
-def test_chunks_over_a_ring_of_pages():
-    """A new key may take the row of an old key of its own sequence that the chunk hides."""
+@pytest.mark.parametrize("hiding", [{"attention_chunk": 4}, {"window_size": (0, 0)}], ids=str)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_ring_of_pages(is_packed, hiding):
+    """A new key may take the row of an old key of its own sequence that the chunk or the window hides."""
     q, k, v = (torch.randn(1, 1, 2, 8) for _ in range(3))
     caches = [torch.randn(2, 4, 2, 8) for _ in range(2)]
-    table = torch.tensor([[0, 1, 0]], dtype=torch.int32)
-    lengths = torch.tensor([8], dtype=torch.int32)
-    options = {"cache_seqlens": lengths, "page_table": table, "causal": True}
+    table = torch.tensor([[0, 1, 0]], dtype=INT32)
+    options = {"cache_seqlens": torch.tensor([8], dtype=INT32), "page_table": table, "causal": True}
+    if is_packed:
+        q, options = q[0], options | {"cu_seqlens_q": torch.tensor([0, 1], dtype=INT32), "max_seqlen_q": 1}
     with pytest.raises(ValueError, match="page_table"):
         fa3.flash_attn_with_kvcache(q, *caches, k, v, **options)
-    out = fa3.flash_attn_with_kvcache(q, *caches, k, v, attention_chunk=4, **options)
-    torch.testing.assert_close(out, v)  # the first key of its chunk
+    out = fa3.flash_attn_with_kvcache(q, *caches, k, v, **options, **hiding)
+    torch.testing.assert_close(out, v.view_as(out))  # the only visible key

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onepass.kernels.config import BackwardConfigSm80
-from onepass.kernels.launch import arguments, forward_sm80, modifiers
+from onepass.kernels.config import BackwardConfigSm80, BackwardConfigSm90
+from onepass.kernels.launch import arguments, backward_sm90, forward_sm80, modifiers
 from onepass.kernels.launch.backward import BackwardLaunch
 from onepass.kernels.launch.decode import SplitPlan
 from onepass.problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs, Modifiers
@@ -170,6 +170,50 @@ def test_blocks_of_queries_that_may_see_no_key(mask, lengths, may_skip):
     assert launch.may_skip_blocks is may_skip
     used = BackwardLaunch(replace(problem, has_seqused_k=True), BackwardConfigSm80(), *[None] * 5, 1, 1)
     assert used.may_skip_blocks
+
+
+@pytest.fixture
+def _arbitrary_values():
+    """torch.empty gives NaN, and the largest integer, as memory from an earlier call may."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_arbitrary_values")
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("lengths", [(30, 50), (50, 30)])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("private_dq", [False, True])
+def test_what_a_backward_prepares_for_its_kernels(private_dq, is_packed, lengths, has_sinks, monkeypatch):
+    """No kernel writes dq and the statistics of rows of no sequence, dq of rows that no tile visits, and counters."""
+    config = BackwardConfigSm90(private_dq=private_dq)
+    problem = replace(PROBLEM, has_sinks=has_sinks, is_packed=is_packed, deterministic=True, mask=Mask(None, 0))
+    problem = replace(problem, seqlen_q=lengths[0], seqlen_k=lengths[1])
+    given = {}
+
+    def kernel(names=()):
+        return lambda *passed: given.update((n, t) for n, t in zip(names, passed, strict=False) if t is not None)
+
+    for name in ("tile_counter", "zero_counters"):
+        monkeypatch.setattr(backward_sm90, name, lambda *_: None)
+    classes = arguments.PreprocessArguments, arguments.BackwardSm90Arguments
+    kernels = *(kernel(names._fields) for names in classes), kernel(), kernel()
+    launch = backward_sm90.Launch(problem, config, *kernels, None, 4, 1, 1)
+    rows = (lambda n: (n,)) if is_packed else (lambda n: (2, n))
+    q, k = (torch.zeros(*rows(n), h, 64, dtype=torch.bfloat16) for n, h in zip(lengths, (4, 2), strict=True))
+    offsets = torch.zeros(6, dtype=INT32)[::2] if is_packed else None
+    inputs = AttentionInputs(q, k, k, torch.zeros(4) if has_sinks else None, offsets, offsets)
+    lse, dlse = (torch.zeros(*q.shape[:-1]).transpose(-1, -2) for _ in range(2))
+    dq, *_ = launch(inputs, q, lse, q, dlse)
+    assert all(given[name].is_contiguous() for name in ("lse", "dlse"))
+    assert all(given[name].is_contiguous() for name in ("cu_seqlens_q", "cu_seqlens_k") if is_packed)
+    assert (dq == 0).all() == (is_packed or (private_dq and lengths[0] > lengths[1]))
+    minus_lse, minus_delta = given["stats"].split(config.tile_m, 1)
+    assert (minus_lse == -torch.inf).all() == (minus_delta == 0).all() == (is_packed and has_sinks)
+    assert ("turns" in given) == config.adds_in_turns(problem)
+    if "turns" in given:
+        assert (given["turns"] == 0).all() == (not config.rows_in_background(problem))
 
 
 def test_results_in_float32_are_written_by_the_merge():
