@@ -1,0 +1,294 @@
+"""Device code that changes scores element by element, run as Python on numbers: masks, intervals, terms and sinks."""
+
+import importlib.util
+import itertools
+import math
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from onepass.tiled.mask import hidden_pairs
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
+)
+
+COLUMNS = 8  # scores of a thread in each of its two rows, of 32 columns of a block
+SIDES = (None, 0, 5, 40, -1, -7)
+SIZES = ((30, 50), (50, 30), (7, 90))
+
+
+class Float(float):
+    inf = math.inf
+
+    def to(self, dtype):
+        return dtype(self)
+
+
+class Values:
+    """A tensor of Python numbers, which is not read outside."""
+
+    def __init__(self, values):
+        self.array = np.array(values)
+        self.shape = self.array.shape
+
+    def __getitem__(self, index):
+        assert min(index) >= 0 if isinstance(index, tuple) else index >= 0
+        value = self.array[index].item()
+        return value if isinstance(value, int) else Float(value)
+
+    def __setitem__(self, index, value):
+        self.array[index] = value
+
+
+def size(values, mode=None):
+    return math.prod(values.shape) if mode is None else values.shape[mode[0]]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """The modules of device code, with the kernel language replaced by Python. A warp has one lane."""
+    from onepass.kernels.device.blocks.softmax import mask, modifiers, sinks
+
+    language = SimpleNamespace(range_constexpr=range, const_expr=lambda value: value)
+    arch = SimpleNamespace(
+        warp_redux_sync=lambda value, kind: value,
+        make_warp_uniform=lambda value: value,
+        warp_reduction_sum=lambda value: value,
+        lane_idx=lambda: 0,
+    )
+    kernel_language = SimpleNamespace(
+        size=size,
+        math=SimpleNamespace(absf=abs, exp2=lambda x, fastmath: 2.0**x),
+        arch=arch,
+        domain_offset=lambda place, values: SimpleNamespace(iterator=(values, place)),
+    )
+
+    def add_one_to_global(element, value):
+        values, place = element
+        values[place] = values[place] + value
+
+    monkeypatch.setattr(modifiers, "add_one_to_global", add_one_to_global)
+    for module in (mask, modifiers, sinks):
+        for name, stand_in in {
+            "cutlass": language,
+            "cute": kernel_language,
+            "Float32": Float,
+            "Int32": int,
+        }.items():
+            monkeypatch.setattr(module, name, stand_in, raising=False)
+    return SimpleNamespace(mask=mask, modifiers=modifiers, sinks=sinks)
+
+
+def column(c):
+    return c // 2 * 8 + c % 2
+
+
+def threads(first_row, first_column):
+    """For each thread of a warp: its rows, its first column, and the row and the column of each of its scores."""
+    for lane in range(32):
+        rows, start = [first_row + lane // 4, first_row + lane // 4 + 8], first_column + 2 * (lane % 4)
+        places = [(r, c, rows[r], start + column(c)) for r, c in itertools.product(range(2), range(COLUMNS))]
+        yield lane % 4, rows, start, places
+
+
+def scores():
+    return Values(np.arange(2.0 * COLUMNS).reshape(2, COLUMNS))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("has_keys_in_rows", [False, True])
+def test_masks(device, has_keys_in_rows, sizes):
+    rng = random.Random(0)
+    for window in itertools.product(SIDES, SIDES):
+        geometry = device.mask.Geometry(*sizes, *window)
+        hidden = hidden_pairs((0, 128), (0, 128), sizes[1] - sizes[0], *window, torch.device("cpu")).numpy()
+        hidden[:, sizes[1] :] = True
+        if has_keys_in_rows:
+            hidden[sizes[0] :] = True
+        first_row, first_column = 16 * rng.randrange(4), 32 * rng.randrange(3)
+        for lane, rows, _, places in threads(first_row, first_column):
+            found = scores()
+            run = device.mask.apply_to_keys if has_keys_in_rows else device.mask.apply
+            run.__wrapped__(found, rows, first_column, lane, geometry, *((-9.0,) if has_keys_in_rows else ()))
+            for r, c, row, col in places:
+                pair = (col, row) if has_keys_in_rows else (row, col)
+                expected = (-9.0 if has_keys_in_rows else -math.inf) if hidden[pair] else COLUMNS * r + c
+                assert found[r, c] == expected, (window, pair)
+
+
+BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 3, 30, 50
+
+
+def place_of(device, head, entry, is_packed):
+    geometry = device.mask.Geometry(SEQLEN_Q, SEQLEN_K, None, None)
+    return device.modifiers.place_of(head, SEQLEN_Q * entry if is_packed else entry, entry, geometry, is_packed)
+
+
+def rows_first(values, is_packed):
+    """(entries, rows, ..) as a kernel gets it: (rows, .., entries), or one entry with the rows of all."""
+    values = values.reshape(1, -1, *values.shape[2:]) if is_packed else values
+    return Values(np.moveaxis(values, 0, -1))
+
+
+@pytest.mark.parametrize(
+    "names", [("ranges",), ("positions",), ("starts",), ("ranges", "positions", "starts")], ids=str
+)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_intervals(device, is_packed, names):
+    rng = np.random.default_rng(0)
+    ranges = np.sort(rng.integers(0, SEQLEN_K, (BATCH, SEQLEN_Q, 2, HEADS)), 2)
+    positions, starts = rng.integers(-5, SEQLEN_K + 5, (BATCH, SEQLEN_Q)), rng.integers(0, SEQLEN_K, BATCH)
+    given = {"ranges": rows_first(ranges, is_packed), "positions": rows_first(positions, is_packed)}
+    tensors = {"starts": Values(starts)} | given
+    tensors = device.modifiers.ModifierTensors(**{name: tensors[name] for name in names})
+    query, key = np.arange(SEQLEN_Q), np.arange(SEQLEN_K)
+    for left, right in itertools.product((None, 9, -2), (None, 0, -3)):
+        modifiers = device.modifiers.Modifiers(tensors, (left, right))
+        for head, entry in ((0, 1), (2, 0)):
+            position = (positions[entry] if "positions" in names else query + SEQLEN_K - SEQLEN_Q)[:, None]
+            seen = np.full((SEQLEN_Q, SEQLEN_K), True)
+            if "ranges" in names:
+                low, high = ranges[entry, :, :, head].T[..., None]
+                seen &= (low <= key) & (key < high)
+            if "starts" in names:
+                seen &= (starts[entry] <= key) & (starts[entry] <= position)
+            seen &= (left is None) | (key >= position - (left or 0))
+            seen &= (right is None) | (key <= position + (right or 0))
+            seen = np.pad(seen, ((0, 64 - SEQLEN_Q), (0, 64 - SEQLEN_K)))
+            for has_keys_in_rows in (False, True):
+                for _, rows, start, places in itertools.chain(threads(0, 0), threads(16, 32)):
+                    block = device.modifiers.Block(
+                        rows, start, 2 * [place_of(device, head, entry, is_packed)], has_keys_in_rows
+                    )
+                    found = scores()
+                    device.modifiers.Modifiers.hide.__wrapped__(modifiers, found, block, -9.0)
+                    for r, c, row, col in places:
+                        pair = (col, row) if has_keys_in_rows else (row, col)
+                        assert found[r, c] == (COLUMNS * r + c if seen[pair] else -9.0), pair
+
+
+@pytest.mark.parametrize("seqlen_k", [SEQLEN_K, 1, 0])
+def test_blocks_of_keys(device, seqlen_k):
+    """The blocks that a tile visits hold all keys that its queries see, and the clear ones no other key."""
+    rng = np.random.default_rng(0)
+    geometry = device.mask.Geometry(SEQLEN_Q, seqlen_k, None, None)
+    place, tile_n = device.modifiers.place_of(0, 0, 0, geometry, False), 4
+    for _ in range(300):
+        ranges = np.sort(rng.integers(0, seqlen_k + 1, (2, 1, SEQLEN_Q, 2)), 3)  # some are empty
+        if rng.random() < 0.5:
+            ranges = ranges // 4 + np.array([0, seqlen_k // 2])
+        tensors = device.modifiers.ModifierTensors(ranges=Values(ranges.transpose(2, 3, 0, 1)))
+        queries = range(8 * rng.integers(0, 4).item(), SEQLEN_Q + 2)
+        modifiers = device.modifiers.Modifiers(tensors, (None, None))
+        first, clear_first, clear_last, last = modifiers.key_blocks([(place, q) for q in queries], seqlen_k, tile_n)
+        of_queries = ranges[0, 0, queries.start :]
+        seen = of_queries[of_queries[:, 0] < of_queries[:, 1]]
+        assert first <= clear_first <= clear_last <= last > first
+        if len(seen):
+            assert first == seen[:, 0].min() // tile_n
+            assert last == -(-seen[:, 1].max() // tile_n)
+        in_all = [
+            block for block in range(last) if all(lo <= 4 * block and 4 * block + 4 <= hi for lo, hi in of_queries)
+        ]
+        assert in_all == list(range(clear_first, clear_last))
+
+
+@pytest.mark.parametrize("names", [("slopes",), ("bias",), ("slopes", "bias", "positions")], ids=str)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_terms(device, is_packed, names):
+    """Terms of pairs that do not exist are those of the last ones, so no tensor is read outside."""
+    rng = np.random.default_rng(0)
+    bias, slopes = rng.random((BATCH, SEQLEN_Q, SEQLEN_K, HEADS)), rng.random((HEADS, BATCH))
+    bias[rng.random(bias.shape) < 0.2] = -math.inf
+    positions = rng.integers(-3, SEQLEN_Q + 3, (BATCH, SEQLEN_Q))  # the bias of others is that of the nearest one
+    tensors = {"slopes": Values(slopes), "positions": rows_first(positions, is_packed)}
+    tensors["bias"] = rows_first(bias, is_packed)
+    if "positions" in names:  # rows of the bias are positions, the same ones for all packed sequences
+        tensors["bias"] = rows_first(bias[:1] if is_packed else bias, False)
+    tensors = device.modifiers.ModifierTensors(**{name: tensors[name] for name in names}, term_scale=3.0)
+    modifiers = device.modifiers.Modifiers(tensors, (None, None))
+    for head, entry, has_keys_in_rows in itertools.product((0, 2), (0, 1), (False, True)):
+        place = place_of(device, head, entry, is_packed)
+        for _, rows, start, places in threads(*((40, 8) if has_keys_in_rows else (16, 32))):
+            block = device.modifiers.Block(rows, start, [place, place], has_keys_in_rows)
+            found = scores()
+            modifiers.add_terms(found, block)
+            for r, c, row, col in places:
+                query, key = (col, row) if has_keys_in_rows else (row, col)
+                if query >= SEQLEN_Q or key >= SEQLEN_K:
+                    continue
+                has_positions = "positions" in names
+                position = positions[entry, query] if has_positions else query + SEQLEN_K - SEQLEN_Q
+                number = positions[entry, query].clip(0, SEQLEN_Q - 1) if has_positions else query
+                expected = COLUMNS * r + c
+                if "slopes" in names:
+                    expected -= 3.0 * slopes[head, entry] * abs(position - key)
+                if "bias" in names:
+                    expected += 3.0 * bias[0 if is_packed and has_positions else entry, number, key, head]
+                assert found[r, c] == pytest.approx(expected), (query, key)
+                one = modifiers.of_pair(Float(COLUMNS * r + c), place, query, key)
+                assert one == pytest.approx(expected), (query, key)
+
+
+@pytest.mark.parametrize("has_positions", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_gradients_of_terms(device, is_deterministic, is_packed, has_positions):
+    rng = np.random.default_rng(0)
+    positions = rng.integers(0, SEQLEN_Q, (BATCH, SEQLEN_Q))
+    bias, slopes = np.zeros((BATCH, SEQLEN_Q, SEQLEN_K, HEADS)), np.zeros((2, HEADS, BATCH))
+    by_position = has_positions and not is_deterministic  # rows of dbias
+    dbias, dslopes = rows_first(bias[:1] if by_position and is_packed else bias, is_packed), Values(slopes)
+    tensors = device.modifiers.ModifierTensors(
+        slopes=Values(slopes[0]),
+        bias=dbias,
+        positions=rows_first(positions, is_packed) if has_positions else None,
+        term_scale=3.0,
+        dslopes=dslopes,
+        dbias=dbias,
+    )
+    modifiers = device.modifiers.Modifiers(tensors, (None, None), is_deterministic)
+    head, entry, slot, m_tiles = 2, 1, 1, 2
+    place, ds = place_of(device, head, entry, is_packed), rng.random((SEQLEN_Q + 8, SEQLEN_K + 8))
+    ds[SEQLEN_Q:] = ds[:, SEQLEN_K:] = 0.0
+    for _, rows, start, _ in threads(10, 0):
+        blocks = [
+            device.modifiers.Block([row + 16 * m for row in rows], start, [place, place], has_keys_in_rows=True)
+            for m in range(m_tiles)
+        ]
+        found = []
+        for i in range(4 * m_tiles * COLUMNS // 2):
+            m, r, c = device.modifiers.element(i, m_tiles)
+            found.append(Float(ds[start + column(c), rows[r] + 16 * m]))
+        device.modifiers.Modifiers.add_gradients.__wrapped__(modifiers, found, blocks, slot, m_tiles)
+    query, key = np.arange(SEQLEN_Q), np.arange(10, 42)
+    position = positions[entry] if has_positions else query + SEQLEN_K - SEQLEN_Q
+    ds = ds[:SEQLEN_Q, key]
+    slopes[slot, head, entry] = -(ds * abs(position[:, None] - key)).sum()
+    np.testing.assert_allclose(dslopes.array, slopes)
+    row = positions[entry] if by_position else query
+    np.add.at(bias[0 if by_position and is_packed else entry, :, :, head], (row[:, None], key), ds)
+    expected = rows_first(bias[:1] if by_position and is_packed else bias, is_packed)
+    np.testing.assert_allclose(dbias.array, expected.array)
+
+
+@pytest.mark.parametrize("m_tiles", [1, 2])
+def test_elements_of_an_accumulator(device, m_tiles):
+    """((2, 2), m_tiles, N): two columns, then two rows, then the pairs of rows, then the next columns."""
+    order = itertools.product(range(COLUMNS // 2), range(m_tiles), range(2), range(2))
+    expected = [(m, r, 2 * n + c) for n, m, r, c in order]
+    assert [device.modifiers.element(i, m_tiles) for i in range(len(expected))] == expected
+
+
+def test_sinks(device):
+    """Packed rows from the last offset on have no sink."""
+    logits = Values([0.5, -1.0])
+    assert device.sinks.Sinks(logits, None).at_row(1, 10**6) == -1.0
+    packed = device.sinks.Sinks(logits, Values([0, 4, 9]))
+    assert [packed.at_row(0, row) for row in (0, 8, 9, 10)] == [0.5, 0.5, -math.inf, -math.inf]
+    assert device.sinks.weight_of_sink(0.5, -2.0) == 0.25
+    assert device.sinks.weight_of_sink(math.inf, math.nan) == 1.0
