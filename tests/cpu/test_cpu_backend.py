@@ -1,5 +1,6 @@
 """The backend `cpu`: torch's C++ operators, with what onepass promises."""
 
+import importlib
 import itertools
 from dataclasses import replace
 
@@ -90,6 +91,24 @@ def test_long_gradients_in_16_bits(causal, count):
     call = onepass.testing.Call(tensors, {"causal": causal})
     call.check(with_floor=True, through_lse=False)
     assert count["_backward"] == (3 if causal else 4)
+
+
+@pytest.mark.parametrize("heads_outside", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sums_of_many_chunks(causal, heads_outside, count, monkeypatch):
+    """Up to five calls make a gradient, which is rounded once."""
+    monkeypatch.setattr(importlib.import_module("onepass.cpu.backward"), "CHUNK", 16)
+    dout, *tensors = (t.bfloat16() for t in (torch.randn(2, 70, 4, 32), *qkv(70, 70, head_dim=32)))
+    if heads_outside:
+        dout, *tensors = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (dout, *tensors))
+    results = []
+    for backend, dtype in (("cpu", torch.bfloat16), ("tiled", torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        out = onepass.attention(*leaves, causal=causal, backend=backend)
+        results.append(torch.autograd.grad(out, leaves, dout.to(dtype)))
+    assert count["_backward"] == (15 if causal else 25)
+    for mine, exact in zip(*results, strict=True):
+        assert (mine - exact).square().mean() < 2**-14 * exact.square().mean()
 
 
 def test_gradients_of_few_columns_in_16_bits(count):

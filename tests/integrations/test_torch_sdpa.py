@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import nn
 
 from onepass import reference
-from onepass.compat.flash_attn_3 import flash_attn_func
+from onepass.compat.flash_attn_3 import flash_attn_func, flash_attn_varlen_func
 from onepass.geometry import philox
 from onepass.integrations import torch_sdpa
 from onepass.integrations.torch_sdpa import calls, operators
@@ -345,6 +345,18 @@ def test_quantized_operators():
     out, lse, _, _, max_q, *_ = operators.sdpa_flash_quantized(q, k, v, *descales, 0.0, True)
     torch.testing.assert_close(heads_second(out), expected)
     assert (lse.shape, max_q) == ((2, 4, 37), 37)
+    rows, offsets = [heads_second(t).flatten(0, 1) for t in (q, k, v)], torch.tensor([0, 37, 74], dtype=torch.int32)
+    used = torch.tensor([37, 20], dtype=torch.int32)
+    found, *_ = operators.flash_forward_quantized(
+        *rows, offsets, offsets, 37, 37, 0.0, False, False, *descales, window_size_left=9, seqused_k=used
+    )
+    options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 37, "max_seqlen_k": 37}
+    expected = flash_attn_varlen_func(*rows, window_size=(9, -1), seqused_k=used, **options)
+    torch.testing.assert_close(found, expected[0] if isinstance(expected, tuple) else expected)
+    dense = operators.flash_forward_quantized(
+        *(heads_second(t) for t in (q, k, v)), None, None, 37, 37, 0.0, False, False, *descales, window_size_left=9
+    )[0]
+    torch.testing.assert_close(found[:37], dense[0])
 
 
 def refusals():

@@ -1,5 +1,6 @@
 """What launches compute for their kernels on the host: windows, scales, copies, descales, terms, skipped blocks."""
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -7,13 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+import onepass
 from onepass.kernels.config import BackwardConfigSm80, BackwardConfigSm90
-from onepass.kernels.launch import arguments, backward_sm90, forward_sm80, modifiers
-from onepass.kernels.launch.backward import BackwardLaunch
+from onepass.kernels.launch import arguments, backward_sm90, forward_sm80, forward_sm90, modifiers
+from onepass.kernels.launch.backward import BackwardLaunch, counts
 from onepass.kernels.launch.decode import SplitPlan
 from onepass.problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs, Modifiers
 from onepass.problem.decode import DecodeInputs, DecodeProblem, rounded_length
 from onepass.problem.descales import descale_of_keys
+from onepass.quantization import codec
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 2, 30, 50, 4, 2, 64, 64, softmax_scale=0.25, mask=Mask())
@@ -214,6 +217,46 @@ def test_what_a_backward_prepares_for_its_kernels(private_dq, is_packed, lengths
     assert ("turns" in given) == config.adds_in_turns(problem)
     if "turns" in given:
         assert (given["turns"] == 0).all() == (not config.rows_in_background(problem))
+
+
+def test_packed_sequences_have_blocks_and_tiles_enough():
+    """The lengths are on the GPU: the numbers of blocks of queries and of tiles of keys are bounds."""
+    config, rng = BackwardConfigSm90(), random.Random(0)
+    most_blocks = most_tiles = 0.0
+    for _ in range(200):
+        batch, size = rng.choice([1, 2, 7]), rng.choice([1, 70, 300])
+        lengths = [rng.choice([0, 1, size, rng.randrange(size + 1)]) for _ in range(batch)]
+        problem = replace(PROBLEM, is_packed=True, batch=batch, seqlen_q=sum(lengths), seqlen_k=sum(lengths))
+        blocks, tiles = counts(problem, config)
+        needed = sum(-(-n // config.tile_m) for n in lengths), 2 * sum(-(-n // config.tile_n) for n in lengths)
+        assert needed <= (blocks, tiles)
+        # the blocks of a sequence begin behind those of the sequences before it
+        begins = [start // config.tile_m + b for b, start in enumerate(itertools.accumulate(lengths, initial=0))]
+        for n, first, following in zip(lengths, begins, [*begins[1:-1], blocks], strict=False):
+            assert first - (-n // config.tile_m) <= following
+        most_blocks, most_tiles = max(most_blocks, needed[0] / blocks), max(most_tiles, needed[1] / max(tiles, 1))
+    assert most_blocks == most_tiles == 1
+    dense = replace(PROBLEM, seqlen_q=3 * config.tile_m + 1, seqlen_k=2 * config.tile_n + 1)
+    assert counts(dense, config) == (4, 3 * 2 * 2)
+
+
+@pytest.mark.parametrize("granularity", codec.GRANULARITIES)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_descales_of_any_granularity_reach_the_kernel_by_heads_and_blocks(is_packed, granularity):
+    lengths = torch.tensor([0, 30, 150], dtype=INT32) if is_packed else None
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), lengths) if is_packed else {}
+    tensors = (torch.randn(*((150,) if is_packed else (2, 150)), h, 32, dtype=torch.bfloat16) for h in (4, 2, 2))
+    quantized = onepass.quantize_fp8(*tensors, granularity=granularity, **offsets)
+    inputs = AttentionInputs(quantized.q, quantized.k, quantized.v, None, lengths, lengths)
+    options = {"softmax_scale": 0.5, "mask": Mask(), "softcap": None, "deterministic": False}
+    problem = AttentionProblem.of(inputs, quantization=quantized.quantization, **options)
+    found = forward_sm90.kernel_scales(problem, quantized.descales)
+    block = {"row": 1, "block": 64}.get(granularity)
+    assert found[3] == (block or forward_sm90.ANY_ROWS)
+    for seen, descale, heads in zip(found, quantized.descales, (4, 2, 2), strict=False):
+        assert seen.data_ptr() == descale.data_ptr()
+        by_blocks = (descale[None] if is_packed else descale) if block else descale[..., None]
+        assert torch.equal(seen, by_blocks.expand(2, heads, by_blocks.shape[-1]))
 
 
 def test_results_in_float32_are_written_by_the_merge():

@@ -13,7 +13,8 @@ from onepass.kernels.launch import append as append_launch
 from onepass.kernels.launch import decode as decode_launch_common
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import decode_sm90 as decode_launch_sm90
-from onepass.problem.decode import DecodeInputs
+from onepass.problem.decode import DecodeInputs, RotaryPositions
+from onepass.tiled import cache as tiled_cache
 from onepass.validation.decode import check_decode
 
 INT32 = torch.int32
@@ -367,3 +368,29 @@ def test_what_splits_and_pages_do_not_take():
         trace = decode_launch_sm90.compile_request(problem, replace(config, **changes), True)[3]
         with pytest.raises(NotImplementedError, match="splits and pages: expected warp_specialized, cluster_size=1"):
             trace()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("given", [(), ("q",), ("k",), ("q", "k")], ids=str)
+def test_rows_of_the_rotary_tables_are_used_before_the_kernels(given, interleaved):
+    """The kernels rotate by positions of keys alone, so that queries and new keys are rotated as `tiled` does it."""
+    inputs = inputs_of(has_new=True, is_rotary=True)
+    angles = torch.arange(100)[:, None] * torch.linspace(0.1, 1.0, 8)
+    positions = {"q": torch.tensor([[4, 0, 99]], dtype=INT32), "k": torch.randint(0, 99, (2, 5), dtype=INT32)}
+    inputs = inputs._replace(
+        q=torch.randn_like(inputs.q),
+        k_new=torch.randn_like(inputs.k_new),
+        cache_seqlens=torch.tensor([3, 40], dtype=INT32),
+        rotary_cos=angles.cos(),
+        rotary_sin=angles.sin(),
+        rotary_positions=RotaryPositions(**{name: positions[name] for name in given}),
+    )
+    problem = check_decode(inputs, **(OPTIONS | {"rotary_interleaved": interleaved}))
+    found = decode_launch_common.rotated(problem, inputs)
+    assert found.rotary_cos is found.rotary_sin is found.rotary_positions is None
+    assert torch.equal(found.q, tiled_cache.rotated_queries(problem, inputs))
+    tiled_cache.append(problem, inputs)
+    for entry, length in enumerate((3, 40)):
+        assert torch.equal(found.k_new[entry], inputs.k_cache[entry, length : length + 5])
+    unrotated = inputs._replace(rotary_cos=None, rotary_sin=None)
+    assert decode_launch_common.rotated(problem, unrotated).q is inputs.q

@@ -1,9 +1,12 @@
 """What a backward's launch makes of modifiers, on the CPU."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
-from onepass.kernels.config import BackwardConfigSm90
+from onepass.kernels.config import BackwardConfigSm80, BackwardConfigSm90
 from onepass.kernels.launch import modifiers, query_bounds
 from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
 
@@ -77,3 +80,31 @@ def test_gradients_of_pairs_add_up_by_position(is_packed):
         target, source = (expected, found) if is_packed else (expected[index], found[index])
         target.index_add_(1, nearest if is_packed else nearest[index], source)
     torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 2, 4, 5), (1, 2, 1, 5), (3, 1, 4, 1), (1, 1, 1, 1)], ids=str)
+def test_what_a_kernel_adds_for_pairs_becomes_the_gradient_of_terms(sizes, is_packed, is_deterministic):
+    """Slopes of all heads or of each entry; a bias that is broadcast over any of its modes."""
+    torch.manual_seed(0)
+    lengths = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+    bias = torch.zeros(sizes, dtype=torch.bfloat16)[0 if is_packed else slice(None)]
+    slopes = torch.zeros(2) if sizes[0] == 1 else torch.zeros(3, 2)
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), lengths) if is_packed else {}
+    rows, keys = 4, 5
+    problem, inputs = posed(() if is_packed else (3,), (2, 1), rows, keys, bias=bias, alibi_slopes=slopes, **offsets)
+    problem = replace(problem, deterministic=is_deterministic)
+    terms = modifiers.gradients_of_terms(problem, BackwardConfigSm80(), inputs)
+    of_slopes, of_bias = modifiers.backward_arguments(problem, None, terms)
+    by_slope, by_pair = torch.randn(of_slopes.shape), torch.randint(-3, 4, (rows, keys, 2, 1 if is_packed else 3))
+    of_slopes += by_slope
+    for place in itertools.product(*map(range, by_pair.shape)):
+        of_bias[place] += by_pair[place]
+    dslopes, dbias = modifiers.finished(problem, inputs, terms)
+    expected = by_slope.sum(0).t()  # (batch, heads)
+    torch.testing.assert_close(dslopes, expected if slopes.dim() == 2 else expected.sum(0))
+    pairs = by_pair.permute(3, 2, 0, 1).float()
+    assert torch.equal(dbias, (pairs[0] if is_packed else pairs).sum_to_size(bias.shape).bfloat16())
+    constant = replace(problem, constant_slopes=True, constant_bias=True)
+    assert modifiers.gradients_of_terms(constant, BackwardConfigSm80(), inputs) == (None, None)

@@ -192,3 +192,14 @@ def test_precision_takes_one_launch_for_the_tensors(launched, monkeypatch):
     with torch.no_grad():
         onepass.attention(q, k, v, precision="fp8", causal=True)
     assert len(operators) == 2
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_the_mean_of_keys_that_are_rotated_is_rotated(launched, rotate):
+    """(k - mean) M = k M - mean M, of which the kernel computes k M."""
+    q, k, v = (torch.randn(2, 50, 2, 64, dtype=BF16) + 1 for _ in range(3))
+    onepass.quantize_fp8(q, k, v, rotate=rotate, seed=1, center_k=True)
+    ((_, arguments),) = launched
+    mean = k.float().mean(1)
+    torch.testing.assert_close(arguments[9], rotation.rotated(mean, 1) if rotate else mean)
+    assert arguments[10] is None
