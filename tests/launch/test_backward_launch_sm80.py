@@ -42,6 +42,10 @@ def problem(**options):
         {"has_sinks": True},
         {"has_key_ranges": True, "mask": Mask(3, 5), "has_seqused_k": True, "has_sinks": True},
         {"has_seqstart_k": True, "has_q_positions": True, "is_packed": True, "deterministic": True},
+        {"float32_dkv": True, "is_packed": True},
+        {"has_alibi": True, "bias_dtype": torch.float16, "dropout_p": 0.5, "deterministic": True},
+        {"has_alibi": True, "bias_dtype": torch.float64, "constant_slopes": True, "is_packed": True},
+        {"bias_dtype": torch.float32, "constant_bias": True, "dropout_p": 0.5, "has_sinks": True},
     ],
 )
 def test_kernels_are_given_what_they_were_traced_with(options):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launch_arguments import described
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from onepass.kernels.compiler import compile
@@ -230,9 +231,8 @@ def test_kernels_are_given_what_they_were_traced_with(launched, name, module):
         traced = trace()[1][:-1]  # without the stream
         assert len(traced) == len(arguments)
         for stand_in, value in zip(traced, arguments, strict=True):
-            assert (stand_in is None) == (value is None)
+            assert described(stand_in) == described(value)
             if isinstance(value, torch.Tensor):
-                assert len(stand_in.shape) == value.dim()
                 # descales may have any stride
                 assert value.stride(-1) == 1 or (value.dtype == torch.float32 and value.dim() == 3)
 

@@ -4,13 +4,14 @@ import functools
 
 import torch
 
+from onepass.kernels.launch.arguments import element_type
 from onepass.problem import AttentionInputs, ModifiedInputs, Modifiers
 
 
 def assert_as_traced(wanted, launch, requests):
     """Check that a launch passes the arguments that its kernels were traced with.
 
-    Their number, their dimensions and the positions of None must agree.
+    Their number, their dimensions and types, and the positions of None must agree.
 
     Args:
         launch: (kernels, by the names of their requests) -> a BackwardLaunch with them, for 4 query and 2 kv heads of
@@ -36,6 +37,9 @@ def assert_as_traced(wanted, launch, requests):
             "seqstart_k": lengths[:2] if wanted.has_seqstart_k else None,
             "key_ranges": lengths.new_zeros(*rows, 4, sequences[-1], 2) if wanted.has_key_ranges else None,
             "q_positions": lengths.new_zeros(*sequences) if wanted.has_q_positions else None,
+            "alibi_slopes": torch.zeros(4) if wanted.has_alibi else None,
+            "bias": torch.zeros(*rows, 4, *sequences[-1:] * 2, dtype=wanted.bias_dtype) if wanted.has_bias else None,
+            "dropout_state": torch.zeros(2, dtype=torch.int64) if wanted.dropout_p else None,
         }
         inputs = ModifiedInputs(*inputs, Modifiers(**given))
     lse = torch.zeros(4, 140) if wanted.is_packed else torch.zeros(2, 4, 70)
@@ -43,16 +47,27 @@ def assert_as_traced(wanted, launch, requests):
     kernels = {request.name: functools.partial(keep, passed, request.name) for request in requests}
     launch(kernels)(inputs, out, lse, dout, None)
 
-    def dimensions(argument):
-        if isinstance(argument, tuple):
-            return [dimensions(a) for a in argument]
-        return None if argument is None else len(getattr(argument, "shape", ()))
-
     assert list(passed) == [request.name for request in requests], "kernels run in the order of their requests"
     for name, _, _, trace in requests:
         _, stand_ins = trace()
         # the last stand-in is the stream, which a launch takes from torch
-        assert dimensions(passed[name]) == dimensions(stand_ins[:-1]), name
+        assert described(passed[name]) == described(stand_ins[:-1]), name
+
+
+def described(argument):
+    """The dimensions and the type of a tensor, or of what stands for one, and the type of a number."""
+    import cutlass
+
+    if isinstance(argument, tuple):
+        return [described(a) for a in argument]
+    if argument is None:
+        return None
+    if isinstance(argument, torch.Tensor):
+        integers = {torch.int32: cutlass.Int32, torch.int16: cutlass.Int16}
+        return argument.dim(), integers.get(argument.dtype) or element_type(argument.dtype)
+    if hasattr(argument, "shape"):
+        return len(argument.shape), argument.element_type
+    return cutlass.Int32 if isinstance(argument, (int, cutlass.Int32)) else cutlass.Float32
 
 
 def keep(passed: dict, name: str, *arguments):
