@@ -1,5 +1,6 @@
 """The mask of a transformers model: its values, its chunks, what writes to it, and what is refused."""
 
+import random
 import sys
 
 import pytest
@@ -372,3 +373,79 @@ def test_who_reads_positions(monkeypatch):
         with torch.set_grad_enabled(grad):
             model(prompt, attention_mask=torch.ones_like(prompt))
     assert len(read) == 1
+
+
+def random_mask(rng):
+    """The arguments of a mask: causal, a window, chunks, packed sequences, padding anywhere, a cache with room."""
+    from transformers import masking_utils as masks
+
+    batch, q_length = rng.randint(1, 3), rng.choice([1, 2, 7, 11])
+    is_causal, is_packed, kind = rng.random() < 0.7, rng.random() < 0.25, rng.choice(["full", "window", "chunks"])
+    kind = "full" if kind == "chunks" and (is_packed or not is_causal) else kind
+    offset, room = (rng.choice([0, 0, 3, 9]), rng.choice([0, 0, 4])) if is_causal and not is_packed else (0, 0)
+    other_keys = 0 if is_causal or is_packed else rng.choice([0, 0, 3])
+    kv_length = q_length + offset + room + other_keys
+    padded = None
+    if not is_packed and rng.random() < 0.7:
+        padded = torch.zeros(batch, kv_length - room, dtype=torch.bool)
+        for row in padded:
+            first, last = sorted(rng.sample(range(len(row) + 1), 2))
+            how = rng.choice(["left", "right", "both", "holes", "none"])
+            row[first if how in ("left", "both") else 0 : last if how in ("right", "both") else None] = True
+            if how == "holes":
+                row[:] = torch.tensor([rng.random() < 0.7 for _ in row])
+    size = rng.randint(1, 5)
+    conditions = [masks.causal_mask_function if is_causal else masks.bidirectional_mask_function]
+    if kind == "window":
+        overlay = masks.sliding_window_overlay if is_causal else masks.sliding_window_bidirectional_overlay
+        conditions.insert(0, overlay(size))
+    if kind == "chunks":
+        left = torch.zeros(batch, dtype=torch.int64) if padded is None else (padded.cumsum(-1) == 0).sum(-1)
+        conditions.insert(0, masks.chunked_overlay(size, left))
+    if is_packed:
+        ids = torch.stack([torch.tensor(sorted(rng.choices(range(3), k=q_length))) for _ in range(batch)])
+        conditions.append(masks.packed_sequence_mask_function(ids))
+    function = masks.and_masks(*conditions)
+    sizes = {"batch_size": batch, "q_length": q_length, "kv_length": kv_length, "kv_offset": 0}
+    q_offset = torch.tensor(offset) if room and rng.random() < 0.5 else offset
+    return sizes | {"q_offset": q_offset, "mask_function": function, "attention_mask": padded}, is_causal, kind
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_random_masks(may_wait, monkeypatch):
+    """What real queries see is what the values of the mask say, with a position bias or without."""
+    from transformers import masking_utils
+
+    from onepass.integrations import transformers as integration
+    from onepass.integrations import transformers_masks
+
+    if not may_wait:  # as while a CUDA graph is captured
+        for module in (integration, transformers_masks):
+            monkeypatch.setattr(module, "may_wait", lambda t: False)
+    for seed in range(150):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        arguments, is_causal, kind = random_mask(rng)
+        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        seen = masking_utils.sdpa_mask(**arguments, **skips, device="cpu")
+        batch, _, q_length, kv_length = seen.shape
+        q, k, v = (torch.randn(batch, h, n, 8) for h, n in ((4, q_length), (2, kv_length), (2, kv_length)))
+        bias = torch.randn(1, 4, q_length, kv_length) if rng.random() < 0.2 else None
+        layer = Layer()
+        layer.is_causal = is_causal
+        try:
+            found = padding_mask(**arguments, device="cpu")
+            out, _ = attention_forward(layer, q, k, v, found, position_bias=bias)
+        except NotImplementedError as error:
+            assert bias is not None or not may_wait, (seed, kind, error)
+            continue
+        hidden = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+        hidden = hidden if bias is None else hidden + bias
+        tensors = (t.transpose(1, 2).double() for t in (q, k, v))
+        expected = reference.attention(*tensors, bias=hidden.expand(batch, 4, -1, -1)).out
+        padded, offset = arguments["attention_mask"], int(arguments["q_offset"])
+        is_real = seen.any(-1)[:, 0]
+        if padded is not None and is_causal:
+            own = padded[:, offset : offset + q_length]
+            is_real &= own | ~own.any(-1, keepdim=True)
+        torch.testing.assert_close(out.double()[is_real], expected[is_real], rtol=1e-4, atol=1e-5, msg=f"{seed} {kind}")
