@@ -793,3 +793,12 @@ def test_a_ring_of_pages(is_packed, hiding):
         fa3.flash_attn_with_kvcache(q, *caches, k, v, **options)
     out = fa3.flash_attn_with_kvcache(q, *caches, k, v, **options, **hiding)
     torch.testing.assert_close(out, v.view_as(out))  # the only visible key
+
+
+@pytest.mark.parametrize("has_new", [False, True])
+def test_pages_of_a_batch_without_entries(has_new):
+    none, table = torch.zeros(0, dtype=INT32), torch.zeros(0, 3, dtype=INT32)
+    new = [torch.zeros(0, 1, 2, 8)] * 2 if has_new else [None, None]
+    caches = torch.zeros(2, 4, 2, 8), torch.zeros(2, 4, 2, 8)
+    out = fa3.flash_attn_with_kvcache(torch.zeros(0, 1, 4, 8), *caches, *new, cache_seqlens=none, page_table=table)
+    assert out.shape == (0, 1, 4, 8)

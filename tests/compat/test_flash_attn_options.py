@@ -608,3 +608,4 @@ def test_maybe_contiguous():
     assert flash_attn.maybe_contiguous(x) is x
     assert flash_attn.maybe_contiguous(None) is None
     assert flash_attn.maybe_contiguous(x.mT).is_contiguous()
+    assert flash_attn.maybe_contiguous(x[0].mT).is_contiguous()  # its first stride is 1, not the last one

@@ -79,6 +79,15 @@ def test_forward_and_backward_are_those_of_the_public_function(is_packed, option
     assert not softmax_d[..., sums.shape[-1] :].any()
 
 
+def test_rows_of_softmax_d_are_rounded_up():
+    q = randn(1, 130, 2, 8)
+    out, lse, *_ = fa._flash_attn_forward(q, q, q, *by_position({}), False)
+    softmax_d = fa._flash_attn_backward(
+        q, q, q, q, out, lse, *(torch.empty_like(q) for _ in "qkv"), *by_position({}), False
+    )
+    assert softmax_d.shape == (1, 2, 256)
+
+
 def test_a_ring_of_two_blocks_of_keys():
     """Partials of two blocks of keys, merged, and their backward from the merged out and lse."""
     q, k, v = dense()

@@ -163,6 +163,14 @@ def test_module(scale_base):
     assert not module.state_dict()
 
 
+def test_module_makes_longer_tables_when_it_needs_them():
+    module, x = RotaryEmbedding(6), randn(1, 9, 3, 2, 8, dtype=torch.float32)
+    first = module(x[:, :5].clone())
+    assert torch.equal(module(x.clone()), RotaryEmbedding(6)(x.clone()))
+    assert torch.equal(module(x[:, :5].clone()), first)
+    assert module(x.bfloat16()).dtype == torch.bfloat16
+
+
 ROTARY_ARGUMENTS = ("x", "cos", "sin", "interleaved", "inplace", "seqlen_offsets", "cu_seqlens", "max_seqlen")
 SIGNATURES = [
     (RotaryEmbedding, ("dim", "base", "interleaved", "scale_base", "device")),
@@ -233,6 +241,7 @@ def test_a_quarter_turn(interleaved):
     angles = torch.full((1, 3), torch.pi / 2, dtype=torch.float64)
     expected = torch.stack([turned(entry, torch.zeros(3, dtype=torch.int64), interleaved, angles) for entry in x])
     torch.testing.assert_close(rotate_half(x, interleaved), expected)
+    assert torch.equal(rotate_half(x), rotate_half(x, False))
 
 
 def test_names_of_autograd_functions():

@@ -490,3 +490,11 @@ def test_a_dropout_of_everything(options):
         assert out.shape == q.shape
         assert torch.equal(out, torch.zeros_like(out))
         assert all(torch.equal(g, torch.zeros_like(g)) for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_with_one_column_is_for_all_keys(is_causal):
+    qkv, mask = tensors((2, 3, 5, 8), (2, 3, 7, 8)), torch.tensor([True, False]).view(2, 1, 1, 1)
+    whole = mask.expand(2, 1, 5, 7).contiguous()
+    expected = scaled_dot_product_attention(*qkv, attn_mask=whole, is_causal=is_causal)
+    torch.testing.assert_close(scaled_dot_product_attention(*qkv, attn_mask=mask, is_causal=is_causal), expected)
