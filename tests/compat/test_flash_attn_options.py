@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from onepass import reference
-from onepass.compat import flash_attn, flash_attn_3, flash_attn_4
+from onepass.compat import cached, flash_attn, flash_attn_3, flash_attn_4
 from onepass.geometry import philox
+from onepass.geometry.splits import MAX_SPLITS
 
 DTYPE = torch.float64
 
@@ -609,3 +610,17 @@ def test_maybe_contiguous():
     assert flash_attn.maybe_contiguous(None) is None
     assert flash_attn.maybe_contiguous(x.mT).is_contiguous()
     assert flash_attn.maybe_contiguous(x[0].mT).is_contiguous()  # its first stride is 1, not the last one
+
+
+@pytest.mark.parametrize(("given", "passed"), [(0, None), (-3, None), (1, 1), (7, 7), (10**6, MAX_SPLITS)])
+def test_how_many_splits_are_asked_for(given, passed, monkeypatch):
+    asked = []
+
+    def decode(*tensors, num_splits, real=cached.attention_decode, **options):
+        asked.append(num_splits)
+        return real(*tensors, num_splits=num_splits, **options)
+
+    monkeypatch.setattr(cached, "attention_decode", decode)
+    q, cache = randn(2, 1, 4, 8), randn(2, 9, 2, 8)
+    flash_attn_3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=5, num_splits=given)
+    assert asked == [passed]

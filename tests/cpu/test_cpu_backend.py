@@ -10,7 +10,9 @@ import torch
 import onepass
 from onepass import cpu, reference, tiled
 from onepass.cpu import operators
+from onepass.dispatch import decode as dispatch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.problem.decode import DecodeInputs, DecodeProblem
 from onepass.testing import random_call
 
 NAN, INF = float("nan"), float("inf")
@@ -407,3 +409,24 @@ def test_split_size_gives_equal_bits_in_caches_of_any_size(window):
         together = onepass.attention_decode(q, *caches, cache_seqlens=filled, **options)
         assert torch.equal(together.out, expected.out)
         assert torch.equal(together.lse, expected.lse)
+
+
+@pytest.mark.parametrize("split_size", [None, 64])
+@pytest.mark.parametrize(
+    ("window", "hides_by_size"),
+    [
+        ((None, None), False),
+        ((None, 0), False),
+        ((None, 3), False),
+        ((None, -1), True),
+        ((0, 0), True),
+        ((400, 0), True),
+    ],
+)
+def test_split_size_keeps_calls_whose_size_may_matter_from_the_backend(window, hides_by_size, split_size):
+    q, k = torch.randn(1, 2, 4, 32), torch.randn(1, 300, 2, 32)
+    inputs = DecodeInputs(q, k, k, torch.tensor([60], dtype=torch.int32))
+    attention = inputs.attention(softmax_scale=1.0, mask=Mask(*window), softcap=None, deterministic=False)
+    problem = DecodeProblem.of(attention, inputs, split_size=split_size)
+    is_its = operators.unsupported(attention) is None and not (split_size and hides_by_size)
+    assert dispatch.choose_decode(problem, None, torch.device("cpu")).backend == ("cpu" if is_its else "tiled")

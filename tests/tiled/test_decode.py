@@ -613,3 +613,7 @@ def test_workspace_bytes():
     assert onepass.split_workspace_bytes(1, **sizes) == 0
     with pytest.raises(ValueError, match="num_splits: expected at least 1, got 0"):
         onepass.split_workspace_bytes(0, **sizes)
+    for name, least in (("batch", 0), ("seqlen_q", 0), ("num_heads_q", 0), ("head_dim_v", 1)):
+        onepass.split_workspace_bytes(4, **sizes | {name: least})
+        with pytest.raises(ValueError, match=f"{name}: expected at least {least}, got {least - 1}"):
+            onepass.split_workspace_bytes(4, **sizes | {name: least - 1})

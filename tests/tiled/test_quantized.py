@@ -469,6 +469,22 @@ def test_p_is_rounded():
     assert out.item() == pytest.approx(rounded / (1 + p), rel=1e-5)
 
 
+@pytest.mark.parametrize("granularity", codec.GRANULARITIES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_descale_is_that_of_the_finite_values(granularity, value):
+    """They may all be small."""
+    x = 0.01 * torch.randn(1, 50, 1, 16)
+    k = x.clone()
+    k[0, 5, 0, 3] = value
+    without = x.clone()
+    without[0, 5, 0, 3] = 0.0
+    options = {"granularity": granularity, "rotate": False}
+    found, expected = (onepass.quantize_fp8(x, t, x, **options).k_descale for t in (k, without))
+    if granularity == "row":  # of its own row, none of the candidates is the best one
+        found, expected = (torch.cat((t[..., :5], t[..., 6:]), -1) for t in (found, expected))
+    assert torch.equal(found, expected)
+
+
 def test_nan_stays_in_its_rows():
     q, k, v = make()
     q[0, 5, 1, 3], k[1, 120, 0, 2], v[0, 140, 1, 7] = math.nan, math.inf, math.nan
