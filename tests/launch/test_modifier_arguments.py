@@ -64,6 +64,22 @@ def test_bounds_are_computed_once_for_what_shares_them(lead, given, entries, hea
     assert bounds.data_ptr() == computed.data_ptr()
 
 
+@pytest.mark.parametrize("name", [*Modifiers._fields, None])
+def test_each_modifier_alone_reaches_the_kernel(name):
+    given = {
+        "seqstart_k": LENGTHS[:2],
+        "key_ranges": ranges(2, 4),
+        "q_positions": LENGTHS.new_zeros(2, 300),
+        "alibi_slopes": torch.zeros(4),
+        "bias": torch.zeros(1, 1, 1, 300),
+        "dropout_state": torch.tensor([1, 2]),
+    }
+    problem, inputs = posed((2,), (4, 2), 300, 300, **({} if name is None else {name: given[name]}))
+    problem = replace(problem, dropout_p=0.5 if name == "dropout_state" else 0.0)
+    assert problem.has_modifiers == (name is not None)
+    assert bool(modifiers.arguments_of(problem, inputs.modifiers)) == (name is not None)
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_gradients_of_pairs_add_up_by_position(is_packed):
     torch.manual_seed(0)

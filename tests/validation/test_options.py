@@ -240,3 +240,11 @@ def test_first_arguments_of_a_decode_call():
         onepass.attention_decode(**cache(), sinks=1)
     with pytest.raises(TypeError, match=r"q: expected a torch\.Tensor, got NoneType"):
         flash_attn.flash_attn_with_kvcache(None, *[rows(2, 6, 2, 16)] * 2, cache_seqlens=lengths(3, 5))
+
+
+def test_blocks_that_fit_into_an_argument_of_a_kernel():
+    assert scalars.check_block("kv_block", None) is None
+    assert scalars.check_block("kv_block", scalars.LARGEST_BLOCK) == scalars.LARGEST_BLOCK < 2**31
+    for block, expected in ((scalars.LARGEST_BLOCK + 1, "at most"), (0, "at least 1")):
+        with pytest.raises(ValueError, match=f"kv_block: expected {expected}"):
+            scalars.check_block("kv_block", block)

@@ -1,6 +1,7 @@
 """Every refusal of FP8 calls: the error's type and its message, with expected and got."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -176,6 +177,8 @@ def test_packed_calls_are_refused():
     by_head = onepass.quantize_fp8(*packed(), **CU, granularity="head")
     with pytest.raises(ValueError, match=r"q_descale: expected shape \(\) or \(1, 4\), got \(2, 4\)"):
         onepass.attention_varlen(by_head, **one)
+    with pytest.raises(ValueError, match=r"q_descale: expected shape \(\) or \(batch, 4\), got \(2, 3\)"):
+        replace(by_head, q_descale=torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"q: expected 3 dimensions .* got 4"):
         onepass.attention_varlen(quantized(), **CU)
     with pytest.raises(ValueError, match=r"max_seqlen_q: expected at least 0, got -1"):
