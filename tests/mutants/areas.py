@@ -51,10 +51,12 @@ DECODING = ("tests/tiled/test_decode.py", "tests/tiled/test_decode_e4m3.py", "te
 FP8 = ("tests/tiled/test_quantized.py", "tests/validation/test_validation_fp8.py")
 OPERATORS = ("tests/api/test_ops.py", "tests/api/test_fast_path.py")
 DISPATCH = ("tests/dispatch/test_dispatch.py", "tests/launch/test_tuned.py", "tests/compiler/test_warmup.py")
-MODIFIERS = ("tests/device/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
+ELEMENTS = ("tests/device/test_elements_in_python.py",)
+MODIFIERS = (*ELEMENTS, "tests/device/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
 BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py")
 LAUNCH = (
     "tests/launch/test_argument_values.py",
+    "tests/launch/test_passed_arguments.py",
     "tests/launch/test_launch.py",
     "tests/launch/test_decode_launch.py",
     "tests/launch/test_backward_launch.py",
@@ -234,11 +236,11 @@ AREAS = (
                     "onepass/kernels/launch/merge.py",
                     "onepass/kernels/launch/decode_sm80.py",
                 ),
-                ("tests/launch/test_decode_launch.py", *DECODE),
+                ("tests/launch/test_passed_arguments.py", "tests/launch/test_decode_launch.py", *DECODE),
             ),
             Group(
                 ("onepass/kernels/launch/modifiers.py",),
-                ("tests/launch/test_argument_values.py", "tests/launch/test_modifier_arguments.py", *MODIFIERS),
+                ("tests/launch/test_argument_values.py", *BOUNDS[:1], *MODIFIERS),
             ),
             Group(("onepass/kernels/launch/query_bounds.py",), BOUNDS),
             Group(
@@ -255,7 +257,11 @@ AREAS = (
         "kernels",
         (
             Group(("onepass/kernels/device/memory_bound/merge.py",), DECODE, "merge or splits"),
-            Group(("onepass/kernels/device/memory_bound/append.py",), DECODE, "append or new_keys or bad_lengths"),
+            Group(
+                ("onepass/kernels/device/memory_bound/append.py",),
+                (*ELEMENTS, *DECODE),
+                "rotations or append or bad_lengths",
+            ),
             Group(
                 (
                     "onepass/kernels/device/memory_bound/backward_rows.py",
@@ -305,7 +311,7 @@ AREAS = (
                     "onepass/kernels/device/blocks/tiles/packed.py",
                     "onepass/kernels/device/blocks/memory/warp.py",
                 ),
-                (*FORWARD, *DECODE),
+                (*ELEMENTS, *FORWARD, *DECODE),
             ),
             Group(("onepass/kernels/device/blocks/softmax/scaled.py",), ("tests/device/test_fp8_values.py",)),
             Group(("onepass/kernels/device/memory_bound/quantize*.py",), QUANTIZE),

@@ -1,4 +1,4 @@
-"""Device code that changes scores element by element, run as Python on numbers: masks, intervals, terms and sinks."""
+"""Device code that works element by element, run as Python on numbers: masks, intervals, terms, sinks, rotations."""
 
 import importlib.util
 import itertools
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from onepass.geometry.rotary import rotate
 from onepass.tiled.mask import hidden_pairs
 
 pytestmark = pytest.mark.skipif(
@@ -27,15 +28,28 @@ class Float(float):
     def to(self, dtype):
         return dtype(self)
 
+    def __add__(self, other):
+        return Float(float(self) + other)
+
+    def __mul__(self, other):
+        return Float(float(self) * other)
+
+    def __neg__(self):
+        return Float(-float(self))
+
 
 class Values:
     """A tensor of Python numbers, which is not read outside."""
+
+    element_type = Float
 
     def __init__(self, values):
         self.array = np.array(values)
         self.shape = self.array.shape
 
     def __getitem__(self, index):
+        if isinstance(index, tuple) and None in index:  # None: all of a mode
+            return Values(self.array[tuple(slice(None) if i is None else i for i in index)])
         assert min(index) >= 0 if isinstance(index, tuple) else index >= 0
         value = self.array[index].item()
         return value if isinstance(value, int) else Float(value)
@@ -52,6 +66,7 @@ def size(values, mode=None):
 def device(monkeypatch):
     """The modules of device code, with the kernel language replaced by Python. A warp has one lane."""
     from onepass.kernels.device.blocks.softmax import mask, modifiers, sinks
+    from onepass.kernels.device.memory_bound import append
 
     language = SimpleNamespace(range_constexpr=range, const_expr=lambda value: value)
     arch = SimpleNamespace(
@@ -64,6 +79,8 @@ def device(monkeypatch):
         size=size,
         math=SimpleNamespace(absf=abs, exp2=lambda x, fastmath: 2.0**x),
         arch=arch,
+        make_rmem_tensor=lambda shape, dtype: Values(np.full(shape, np.nan)),
+        autovec_copy=lambda source, target: np.copyto(target.array, source.array),
         domain_offset=lambda place, values: SimpleNamespace(iterator=(values, place)),
     )
 
@@ -72,7 +89,7 @@ def device(monkeypatch):
         values[place] = values[place] + value
 
     monkeypatch.setattr(modifiers, "add_one_to_global", add_one_to_global)
-    for module in (mask, modifiers, sinks):
+    for module in (mask, modifiers, sinks, append):
         for name, stand_in in {
             "cutlass": language,
             "cute": kernel_language,
@@ -80,7 +97,7 @@ def device(monkeypatch):
             "Int32": int,
         }.items():
             monkeypatch.setattr(module, name, stand_in, raising=False)
-    return SimpleNamespace(mask=mask, modifiers=modifiers, sinks=sinks)
+    return SimpleNamespace(mask=mask, modifiers=modifiers, sinks=sinks, append=append)
 
 
 def column(c):
@@ -292,3 +309,24 @@ def test_sinks(device):
     assert [packed.at_row(0, row) for row in (0, 8, 9, 10)] == [0.5, 0.5, -math.inf, -math.inf]
     assert device.sinks.weight_of_sink(0.5, -2.0) == 0.25
     assert device.sinks.weight_of_sink(math.inf, math.nan) == 1.0
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotations_of_vectors(device, interleaved, width):
+    """Vectors of any width: columns behind the rotated ones stay, and no table and no row is read outside."""
+    rng = np.random.default_rng(0)
+    dim, half, positions = 16, 4 if width > 2 or interleaved else 6, 7
+    row, angles = rng.random((width, dim // width)), rng.random((positions, half))
+    cos, sin = np.cos(angles), np.sin(angles)
+    kernel = device.append.Append(interleaved, 4 * width)
+    for position in (0, 5, 6, 9, -2):  # of a position without a row of the tables, the nearest one is read
+        found = np.empty_like(row)
+        for vector in range(dim // width):
+            values = Values(row[:, vector])
+            kernel.rotate.__wrapped__(kernel, values, Values(row), vector, Values(cos), Values(sin), position)
+            found[:, vector] = values.array
+        expected = torch.from_numpy(row.T.reshape(1, 1, 1, dim).copy())
+        at = torch.tensor([[min(max(position, 0), positions - 1)]])
+        expected = rotate(expected, at, torch.from_numpy(cos), torch.from_numpy(sin), interleaved)
+        np.testing.assert_allclose(found.T.reshape(-1), expected.flatten().numpy())
