@@ -37,7 +37,7 @@ def random_protocol(rng, consumer, **fixed):
     def flag():
         return rng.random() < 0.5
 
-    names = "pingpong", "is_dynamic", "is_deterministic", "has_garbage", "warpgroups_meet"
+    names = "pingpong", "is_dynamic", "is_deterministic", "has_garbage", "warpgroups_meet", "overlaps"
     changes = {name: flag() for name in names}
     protocol = Protocol(consumer, 2, rng.choice((2, 3)), rng.choice((1, 2)), pieces=rng.choice(((2, 2), (2, 1))))
     return replace(protocol, **{**changes, **fixed})
@@ -105,6 +105,16 @@ class ReleasesQBeforeDK(Consumer):
     def issue_dk(self, q, i):
         yield from super().issue_dk(q, i)
         yield from super().release(self.block.q, q)
+
+
+class ReleasesDOBeforeDS(Consumer):
+    def release(self, pipe, n):
+        if pipe is not self.block.do:
+            yield from super().release(pipe, n)
+
+    def make_ds(self, i):
+        yield from super().release(self.block.do, self.do)
+        yield from super().make_ds(i)
 
 
 class ReleasesKBeforeLastDQ(Consumer):
@@ -247,6 +257,7 @@ FAULTS = [
     (ForgetsRelease, {}),
     (ReleasesTwice, {}),
     (ReleasesQBeforeDK, {}),
+    (ReleasesDOBeforeDS, {"overlaps": True}),
     (ReleasesKBeforeLastDQ, {}),
     (PublishesTwice, {}),
     (OtherParity, {}),

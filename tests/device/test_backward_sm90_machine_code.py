@@ -69,6 +69,7 @@ HEADS = 132  # with private_dq, one for each thread block
 SHORT = {
     "64 short": problem(64, 64, mask=FULL),
     "64 short causal": problem(64, 64, mask=CAUSAL),
+    "128 short": problem(128, 128, 200, mask=FULL),
     "128 short causal": problem(128, 128, mask=CAUSAL),
     "64 short window": problem(64, 64, mask=Mask(64, 64)),
     "128 short GQA seqused window": problem(

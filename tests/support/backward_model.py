@@ -29,6 +29,7 @@ class Protocol:
         has_garbage: what lies past the end of a sequence is cleared.
         warpgroups_meet: no warp sees a GEMM complete before all warps of its warpgroup have issued it, which PTX does
             not guarantee.
+        overlaps: overlap_gradients; turns then pass before the last GEMM of a batch (its last instruction).
         pieces: pieces of a dQ for each warpgroup of the wide consumer.
     """
 
@@ -42,6 +43,7 @@ class Protocol:
     is_deterministic: bool = False
     has_garbage: bool = False
     warpgroups_meet: bool = False
+    overlaps: bool = False
     pieces: tuple = (2, 2)
 
     def run(self, tiles, num_ctas, seed):
@@ -266,31 +268,40 @@ class Consumer(Reader):
         if has_previous:
             yield from self.issue_dq(i - 1, self.count - 1)
         yield from self.issue_dp(self.do, i)
-        yield from self.issue_dv(self.do, i)
-        yield from self.pass_turn()
+        yield from self.issue_last(self.issue_dv, self.do, i)
         if has_previous:
             yield from self.take_turn(i - 1)
             yield from self.wait_group(2)
             yield from self.add_dq(i - 1)
         yield from self.read_stats(self.q, i)
-        yield from self.wait_group(0)
-        yield from self.release(block.do, self.do)
+        yield from self.wait_group(1 if self.protocol.overlaps else 0)
+        if not self.protocol.overlaps:
+            yield from self.release(block.do, self.do)
         yield from self.make_ds(i)
-        if has_next:
-            yield from block.q.wait(self.q + 1)
         yield from self.write_ds(i, self.count)
         yield from self.publish_ds(self.count)
+        if self.protocol.overlaps:
+            yield from self.wait_group(0)
+            yield from self.release(block.do, self.do)
+        if has_next:
+            yield from block.q.wait(self.q + 1)
         yield from self.wait_for_turn()
         if has_next:
             yield from self.issue_s(self.q + 1, i + 1)
-        yield from self.issue_dk(self.q, i)
-        yield from self.pass_turn()
+        yield from self.issue_last(self.issue_dk, self.q, i)
         if has_next:
             yield from self.read_stats(self.q + 1, i + 1)
             yield from self.wait_group(1)
             yield from self.make_p(i + 1)
         yield from self.wait_group(0)
         yield from self.release(block.q, self.q)
+
+    def issue_last(self, issue, state, i):
+        if self.protocol.overlaps:
+            yield from self.pass_turn()
+        yield from issue(state, i)
+        if not self.protocol.overlaps:
+            yield from self.pass_turn()
 
     def last_dq(self, i, count):
         yield from self.wait_for_ds(count)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import os
 import re
 import shlex
@@ -30,6 +31,8 @@ class MachineCode(NamedTuple):
         registers: 1 + the highest register that any instruction names.
         serialized: the assembler's reason for draining each wgmma by itself, or "" if it overlaps them.
         dynamic_smem: bytes of shared memory of each launch.
+        order: the kernel's GEMMs, waits for them, exponentials and transfers of a warp's tiles, as they stand in the
+            program: "mma 12, wait 1, ex2 32, wait 0, ..." (see NAMES).
         digest: of the instructions and nothing else; names of modules and functions do not count.
     """
 
@@ -38,6 +41,7 @@ class MachineCode(NamedTuple):
     registers: int
     serialized: str
     dynamic_smem: list[int]
+    order: str
     digest: str
 
     def count(self, pattern: str) -> int:
@@ -47,6 +51,17 @@ class MachineCode(NamedTuple):
     def spills(self) -> int:
         """Loads and stores of local memory."""
         return self.count("LDL|STL")
+
+
+# What `MachineCode.order` calls instructions. "wait n": until at most n groups of wgmma run.
+NAMES = {
+    r"[HQ]?G?MMA": "mma",
+    r"WARPGROUP\.DEPBAR": "wait",
+    r"MUFU\.EX2": "ex2",
+    "STSM": "stsm",
+    "LDSM": "ldsm",
+    "LDGSTS": "cp.async",
+}
 
 
 def read(arch: str, trace: Callable[[], tuple]) -> MachineCode:
@@ -90,11 +105,25 @@ def compile_and_read(arch: str, trace: Callable[[], tuple]) -> tuple[MachineCode
     registers = 1 + max(int(n) for n in re.findall(r"\bR(\d+)\b", sass))
     reason = re.search(r"wgmma\.mma_async instructions are serialized due to (.*?) in", " ".join(output[0].split()))
     smem = _dynamic_smem(str(compiled.ir_module))
+    order = _order(sass)
     sections = sorted(_sections(compiled.__cubin__, b".text"))
     assert sections
     digest = hashlib.sha256(b"".join(sections)).hexdigest()[:16]
-    code = MachineCode(opcodes, spills_in_gemms, registers, reason[1] if reason else "", smem, digest)
+    code = MachineCode(opcodes, spills_in_gemms, registers, reason[1] if reason else "", smem, order, digest)
     return code, compiled.__ptx__
+
+
+def _order(sass: str) -> str:
+    """See `MachineCode.order`: runs of the same instruction are counted."""
+    names = []
+    for opcode, operands in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", sass):
+        name = next((name for pattern, name in NAMES.items() if re.match(pattern + r"\b", opcode)), None)
+        if name == "wait":
+            name = f"wait {int(re.findall(r'0x[0-9a-f]+', operands)[0], 16)}"
+        if name is not None:
+            names.append(name)
+    runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
+    return ", ".join(name if name.startswith("wait") else f"{name} {count}" for name, count in runs)
 
 
 def _sections(elf: bytes, prefix: bytes) -> Iterator[bytes]:

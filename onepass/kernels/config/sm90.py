@@ -271,6 +271,8 @@ class BackwardConfigSm90(LaunchConfig):
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
         descending_turns: tiles of keys of a deterministic problem add to a dQ from the last one to the first, not the
             other way round: see block_range.following_query_block.
+        overlap_gradients: dS is computed while the GEMM of dV runs, and the next P while that of dK does; else after
+            them, while the other warpgroup has the tensor cores. Not with by_gradient.
     """
 
     tile_m: int = 64
@@ -284,6 +286,7 @@ class BackwardConfigSm90(LaunchConfig):
     longest_first: bool = True
     dynamic_tiles: bool = False
     descending_turns: bool = False
+    overlap_gradients: bool = False
 
     # of a copy: what TMA reads is aligned
     vector_bytes: ClassVar[int] = 16
@@ -296,6 +299,11 @@ class BackwardConfigSm90(LaunchConfig):
     @property
     def tile_n(self) -> int:
         return ROWS_PER_WARPGROUP * self.key_tiles
+
+    @property
+    def keys_in_registers(self) -> bool:
+        """Whether a warpgroup has its K in registers for S^T = K Q^T, which then reads a third less shared memory."""
+        return self.overlap_gradients and self.tile_m == 128
 
     @property
     def vector_adds(self) -> bool:
@@ -384,6 +392,8 @@ class BackwardConfigSm90(LaunchConfig):
             raise UnsupportedError(f"tile_m: expected 64 or 128, got {self.tile_m}")
         if self.by_gradient and self.tile_m != 64:
             raise UnsupportedError(f"tile_m: expected 64 with by_gradient, got {self.tile_m}")
+        if self.by_gradient and self.overlap_gradients:
+            raise UnsupportedError("overlap_gradients: expected False with by_gradient")
         if self.private_dq and problem.has_modifiers:
             raise UnsupportedError(f"private_dq: expected False with {problem.modifiers_named}")
         if self.private_dq and (self.by_gradient or self.dynamic_tiles or problem.is_packed):

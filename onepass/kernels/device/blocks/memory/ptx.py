@@ -239,6 +239,20 @@ def order_after(a: Float32, b: Float32):
     )
 
 
+@cute.jit
+def order_after_words(words: cute.Tensor):
+    """Keep what follows in the program after all of these words, each of them two 16-bit values >= 0; see `order_after`.
+
+    A NaN from an exponential has no sign either (0x7fff), so the store is never executed.
+    """
+    either = words[0]
+    for i in cutlass.range_constexpr(1, cute.size(words)):
+        either = either | words[i]
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.lt.s32 p, {$r0}, 0; @p st.volatile.shared.b32 [{$r0}], {$r0}; }", read_only_args=[either]
+    )
+
+
 def add_here(a: Float32, b: Float32) -> Float32:
     """a + b, computed before any instruction with a side effect that follows in the program."""
     return cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])

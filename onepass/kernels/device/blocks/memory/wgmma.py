@@ -15,14 +15,16 @@ def issue(
     b: cute.Tensor,
     accumulate: cutlass.Constexpr[bool],
     steps: cutlass.Constexpr[int | None] = None,
+    before_last: cutlass.Constexpr = None,
 ):
     """acc (+)= a b^T as one committed group; the caller waits with `warpgroup.wait_group`.
 
     Args:
         a, b: (MMA, MMA_M | MMA_N, MMA_K), a in shared memory or registers.
         steps: how many of the MMA_K to sum over, None: all.
+        before_last: what to call before the last instruction.
     """
-    issue_sum(tiled_mma, acc, [(a, b)], accumulate, steps)
+    issue_sum(tiled_mma, acc, [(a, b)], accumulate, steps, before_last)
 
 
 def products(a: list, b: list) -> list:
@@ -43,6 +45,7 @@ def issue_sum(
     pairs: list,
     accumulate: cutlass.Constexpr[bool],
     steps: cutlass.Constexpr[int | None] = None,
+    before_last: cutlass.Constexpr = None,
 ):
     """acc (+)= the sum of a b^T over the pairs (a, b), as one committed group; see `issue`."""
     # a copy of its own: ACCUMULATE is set on the Python object
@@ -50,7 +53,10 @@ def issue_sum(
     warpgroup.fence()
     for i in cutlass.range_constexpr(len(pairs)):
         a, b = pairs[i]
-        for k in cutlass.range_constexpr(cute.size(a.shape[2]) if steps is None else steps):
+        count = cute.size(a.shape[2]) if steps is None else steps
+        for k in cutlass.range_constexpr(count):
+            if cutlass.const_expr(before_last is not None and i == len(pairs) - 1 and k == count - 1):
+                before_last()
             atom.set(warpgroup.Field.ACCUMULATE, accumulate or i + k != 0)
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()

@@ -7,7 +7,9 @@ One step, query block i; in brackets what is in the tensor cores' queue, below i
                              to memory               to shared memory                        exp(S_(i+1) - lse)
 
 Two warpgroups issue these batches in turns, 0 1 0 1: while the GEMMs of one run, the other has its arithmetic. With
-turns in the second batch alone they drift, and the same kernel runs 15 % faster or slower. dQ needs the dS of all
+turns in the second batch alone they drift, and the same kernel runs 15 % faster or slower. With overlap_gradients the
+arithmetic also runs beside this warpgroup's own GEMMs: dS beside dV, P_(i+1) beside dK. Without it dS waits for dV, and
+ptxas moves the exponentials of P_(i+1) behind the wait for dK, whatever the source says. dQ needs the dS of all
 warpgroups; it comes a step late, so that none of them waits for another one's dS. A step holds dK, dV, one accumulator
 (64, tile_m) for S and dP in turn, a share of dQ, and P and dS in 16 bits.
 
@@ -30,7 +32,7 @@ from ...blocks.memory import epilogue, wgmma
 from ...blocks.memory.clear import clear_rows
 from ...blocks.memory.epilogue import STAGED_COLUMNS, STAGED_ROWS
 from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
-from ...blocks.memory.ptx import add_to_global, load_past_l1, pack
+from ...blocks.memory.ptx import add_to_global, load_past_l1, order_after_words, pack
 from ...blocks.repair import gradients as repair_gradients
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.gradients import GradientScores, stat_of_column
@@ -112,6 +114,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         # The first of this thread's two rows of an accumulator, 8 apart; row_in_tile counts it among the tile's keys.
         self.row_in_warpgroup = self.thread // LANES * 16 + self.lane // 4
         self.takes_turns = kernel.config.pingpong
+        self.overlaps = kernel.config.overlap_gradients
         self.is_capped = self.scores.tanh_scale is not None
         # With a softcap registers are scarce: those of delta become those of dP. Dropout scales dP alone.
         self.delta_in_dp = self.is_capped and not self.drops
@@ -122,7 +125,11 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.sK, self.sV, self.sQ, self.sdO = sK, sV, sQ, sdO
         kernel, mmas = self.kernel, self.mmas
         s, dp, dv, dk = (mma.get_slice(self.thread) for mma in mmas[:4])
-        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))[None, None, None, tile_of_keys]
+        self.rK = mmas.s.make_fragment_A(s.partition_A(sK))
+        if kernel.config.keys_in_registers:
+            self.rK = cute.make_rmem_tensor(cute.select(self.rK.layout, [0, 1, 2]).shape, kernel.dtype)
+        else:
+            self.rK = self.rK[None, None, None, tile_of_keys]
         self.rQ = mmas.s.make_fragment_B(s.partition_B(sQ))
         self.rV = mmas.dp.make_fragment_A(dp.partition_A(sV))[None, None, None, tile_of_keys]
         self.rdO = mmas.dp.make_fragment_B(dp.partition_B(sdO))
@@ -173,6 +180,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
                 self.clear_keys(tile, self.own_keys)
+                self.load_keys()
                 head, m_block = self.kernel.first_visit(tile)
                 self.load_slope(tile, head)
                 before = head, m_block  # the query block of the step before
@@ -213,6 +221,14 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             self.store(tile, ds_count)
 
     @cute.jit
+    def load_keys(self):
+        """Load this warpgroup's K into registers, with keys_in_registers."""
+        if cutlass.const_expr(self.kernel.config.keys_in_registers):
+            ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.kernel.dtype)
+            copy = cute.make_tiled_copy_A(ldmatrix, self.mmas.s).get_slice(self.thread)
+            cute.copy(copy, copy.partition_S(self.sK[None, None, self.wg]), copy.retile(self.rK))
+
+    @cute.jit
     def end_tile(self, tile_end: cute.Pointer | None):
         """One arrival of this warp: it adds nothing more to dQ of the tile."""
         if cutlass.const_expr(self.kernel.finishes_rows):
@@ -241,6 +257,8 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         Args: block, following, before: head and number of this query block, of the next one, and of the one before,
         whose dQ is computed now.
         """
+        # The other warpgroup wakes up while the tensor cores have this one's last instruction.
+        pass_early = self.pass_turn if self.overlaps else None
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
@@ -252,8 +270,9 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         if cutlass.const_expr(self.delta_in_dp):
             self.read_stats(self.minus_delta, q_state, 1)
         acc_dp = self.issue_dp(do_state, self.delta_in_dp)
-        self.issue_dv(do_state)
-        self.pass_turn()
+        self.issue_dv(do_state, pass_early)
+        if cutlass.const_expr(not self.overlaps):
+            self.pass_turn()
         if cutlass.const_expr(has_previous):
             self.take_turn(tile, *before, seen)
             warpgroup.wait_group(2)
@@ -262,26 +281,34 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         # permit: for 128 queries, those of the second half, which are needed last, come once P is free.
         if cutlass.const_expr(not self.delta_in_dp):
             self.read_stats(self.minus_delta, q_state, 1, 0, 64)
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(1 if self.overlaps else 0)  # dV may still run
         if cutlass.const_expr(not self.delta_in_dp):
             self.read_stats(self.minus_delta, q_state, 1, 64)
-        self.pipes.do.consumer_release(do_state)
+        if cutlass.const_expr(not self.overlaps):
+            self.pipes.do.consumer_release(do_state)
         self.make_ds(acc_dp, tile, *block, self.delta_in_dp)
         # Written before the turn: dS is then complete. The compiler would move its arithmetic into the turn otherwise.
         self.write_ds(ds_count)
         cute.arch.sync_warp()
         self.publish_ds(ds_count)
+        if cutlass.const_expr(self.overlaps):
+            warpgroup.wait_group(0)
+            self.pipes.do.consumer_release(do_state)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
         self.wait_for_turn()
         if cutlass.const_expr(has_next):
             acc_s = self.issue_s(next_q)
-        self.issue_dk(q_state)
-        self.pass_turn()
+        self.issue_dk(q_state, pass_early)
+        if cutlass.const_expr(not self.overlaps):
+            self.pass_turn()
         if cutlass.const_expr(has_next):
             self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
             self.make_p(acc_s, tile, *following)
+            # ptxas takes a wait to cost nothing: without this it moves all exponentials below the one that follows
+            if cutlass.const_expr(self.overlaps):
+                order_after_words(self.p_words)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(q_state)
 
@@ -379,14 +406,14 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         return acc_dp
 
     @cute.jit
-    def issue_dv(self, do_state):
-        wgmma.issue(
-            self.mmas.dv, self.acc_dv, as_operand_a(self.rP_of_dv), self.rdO_t[None, None, None, do_state.index], True
-        )
+    def issue_dv(self, do_state, before_last: cutlass.Constexpr = None):
+        p, do = as_operand_a(self.rP_of_dv), self.rdO_t[None, None, None, do_state.index]
+        wgmma.issue(self.mmas.dv, self.acc_dv, p, do, True, before_last=before_last)
 
     @cute.jit
-    def issue_dk(self, q_state):
-        wgmma.issue(self.mmas.dk, self.acc_dk, as_operand_a(self.rdS), self.rQ_t[None, None, None, q_state.index], True)
+    def issue_dk(self, q_state, before_last: cutlass.Constexpr = None):
+        ds, q = as_operand_a(self.rdS), self.rQ_t[None, None, None, q_state.index]
+        wgmma.issue(self.mmas.dk, self.acc_dk, ds, q, True, before_last=before_last)
 
     @cute.jit
     def issue_dq(self, count: Int32) -> cute.Tensor:

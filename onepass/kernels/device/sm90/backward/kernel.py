@@ -214,7 +214,7 @@ class BackwardSm90(KeyTiles):
 
         smem, registers = OperandSource.SMEM, OperandSource.RMEM
         return Mmas(
-            s=tiled_mma(self.tile_m, smem, Major.K, Major.K),
+            s=tiled_mma(self.tile_m, registers if self.config.keys_in_registers else smem, Major.K, Major.K),
             dp=tiled_mma(self.tile_m, smem, Major.K, Major.K),
             dv=tiled_mma(self.head_dim_v, registers, Major.K, Major.MN),
             dk=tiled_mma(self.head_dim, registers, Major.K, Major.MN),
