@@ -62,12 +62,19 @@ def size(values, mode=None):
     return math.prod(values.shape) if mode is None else values.shape[mode[0]]
 
 
+def fresh(name):
+    """A module of its own from the source of one: the compiler rewrites the functions that a process has compiled."""
+    spec = importlib.util.find_spec(name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def device(monkeypatch):
     """The modules of device code, with the kernel language replaced by Python. A warp has one lane."""
-    from onepass.kernels.device.blocks.softmax import mask, modifiers, sinks
-    from onepass.kernels.device.memory_bound import append
-
+    names = "blocks.softmax.mask", "blocks.softmax.modifiers", "blocks.softmax.sinks", "memory_bound.append"
+    mask, modifiers, sinks, append = modules = [fresh(f"onepass.kernels.device.{name}") for name in names]
     language = SimpleNamespace(range_constexpr=range, const_expr=lambda value: value)
     arch = SimpleNamespace(
         warp_redux_sync=lambda value, kind: value,
@@ -89,7 +96,7 @@ def device(monkeypatch):
         values[place] = values[place] + value
 
     monkeypatch.setattr(modifiers, "add_one_to_global", add_one_to_global)
-    for module in (mask, modifiers, sinks, append):
+    for module in modules:
         for name, stand_in in {
             "cutlass": language,
             "cute": kernel_language,

@@ -241,7 +241,7 @@ def order_after(a: Float32, b: Float32):
 
 @cute.jit
 def order_after_words(words: cute.Tensor):
-    """Keep what follows in the program after all of these words, each of them two 16-bit values >= 0; see `order_after`.
+    """Keep what follows in the program after these words, each of them two 16-bit values >= 0; see `order_after`.
 
     A NaN from an exponential has no sign either (0x7fff), so the store is never executed.
     """
