@@ -129,7 +129,8 @@ def _git() -> dict[str, Any]:
     if top is None or Path(top).resolve() != package.parent:
         return {"commit": None, "has_local_changes": None}
     changes = _run("git", "-C", str(package), "status", "--porcelain", "--", "onepass")
-    return {"commit": _run("git", "-C", str(package), "rev-parse", "HEAD"), "has_local_changes": bool(changes)}
+    has_changes = None if changes is None else bool(changes)  # None: git did not answer
+    return {"commit": _run("git", "-C", str(package), "rev-parse", "HEAD"), "has_local_changes": has_changes}
 
 
 def counted(number: int, noun: str) -> str:
