@@ -7,7 +7,7 @@ modifiers.py        options that few calls use: key ranges, positions, ALiBi, bi
 mask.py sequences.py  masked pairs of a tile; how a call is cut into sequences and groups of heads
 """
 
-from .backward import backward, gradients
+from .backward import backward, gradient_of_sinks, gradients
 from .forward import forward
 
-__all__ = ["backward", "forward", "gradients"]
+__all__ = ["backward", "forward", "gradient_of_sinks", "gradients"]

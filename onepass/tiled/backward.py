@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..geometry import philox
 from ..geometry.block_range import query_range, tile_needs_mask, tiles
 from ..problem import AttentionProblem, Inputs
 from ..problem.attention import NO_MODIFIERS
@@ -63,18 +64,10 @@ def gradients(
         for x in (dq, dk, dv):
             x.zero_()
     accum = problem.accum_dtype
-    delta = torch.linalg.vecdot(dout.to(accum), out.to(accum)).transpose(-1, -2)
-    # a row that saw neither key nor sink has lse = -inf: its delta and its probabilities are zero, whatever dlse is
+    delta = _delta(problem, inputs, out, lse, dout, dlse)
     is_empty = lse == -torch.inf
-    if sinks is not None:  # out of a row that saw a sink alone is 0, whatever dout is
-        delta = torch.where((out != 0).any(-1).transpose(-1, -2), delta, 0.0)
-    if dlse is not None:
-        delta = delta - dlse
-    delta = torch.where(is_empty, 0.0, delta)
     if sinks is not None:
-        # a sink is a key of value 0: p_sink = exp(sink - lse), dp_sink = 0, ds_sink = -p_sink * delta
-        p_sink = torch.where(is_empty, 0.0, torch.exp(sinks.to(accum)[:, None] - lse))
-        dsinks.copy_(-(p_sink * delta).transpose(-1, -2).flatten(0, -2).sum(0))
+        dsinks = _gradient_of_sinks(sinks, lse, delta)
     lse = torch.where(is_empty, torch.inf, lse)
     # an empty row counts as safe: exp(-inf) = 0
     lse_is_safe = bool(lse.abs().masked_fill_(is_empty, 0.0).amax() <= SAFE_SCORE) if lse.numel() else True
@@ -112,15 +105,42 @@ def gradients(
     return dq, dk, dv, dsinks, dslopes, dbias
 
 
+def gradient_of_sinks(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
+    """dsinks in the shape of sinks; of size 0 without sinks."""
+    if inputs.sinks is None:
+        return inputs.q.new_empty(0)
+    return _gradient_of_sinks(inputs.sinks, lse, _delta(problem, inputs, out, lse, dout, None))
+
+
+def _delta(
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Tensor:
+    """delta of each row, in the shape of lse."""
+    accum = problem.accum_dtype
+    delta = torch.linalg.vecdot(dout.to(accum), out.to(accum)).transpose(-1, -2)
+    if inputs.sinks is not None:  # out of a row that saw a sink alone is 0, whatever dout is
+        delta = torch.where((out != 0).any(-1).transpose(-1, -2), delta, 0.0)
+    if dlse is not None:
+        delta = delta - dlse
+    # a row that saw neither key nor sink has lse = -inf: its delta and its probabilities are zero, whatever dlse is
+    return torch.where(lse == -torch.inf, 0.0, delta)
+
+
+def _gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink is a key of value 0: p_sink = exp(sink - lse), dp_sink = 0, ds_sink = -p_sink * delta."""
+    p_sink = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks.to(lse.dtype)[:, None] - lse))
+    return (-(p_sink * delta).transpose(-1, -2).flatten(0, -2).sum(0)).to(sinks.dtype)
+
+
 class _QueryTile(NamedTuple):
     """The data of one tile of queries: loaded once, used by every tile of keys."""
 
     m_start: int
     m_end: int
     q: Tensor  # (heads, rows, head_dim), times softmax_scale
-    dout: Tensor  # (heads, rows, head_dim_v); times exp(-lse) with a fixed reference
-    lse: Tensor  # (heads, 1, rows)
-    delta: Tensor  # (heads, 1, rows); times exp(-lse) with a fixed reference
+    dout: Tensor  # (heads, rows, head_dim_v); times exp(-lse) with a fixed reference, and the scale of dropout
+    lse: Tensor  # (heads, rows, 1)
+    delta: Tensor  # (heads, rows, 1); times exp(-lse) with a fixed reference
     acc_dq: Tensor  # (heads, rows, head_dim)
 
 
@@ -145,15 +165,14 @@ def _backward_group(
 ) -> None:
     """The main loop: keys outside, queries inside, so that dk and dv of a tile are finished before the next.
 
-    All query heads of a kv head are stacked, so the GEMM sums dk and dv over them. Score tiles are kept transposed,
-    (heads, keys, rows): two of the three products that sum over a tile then read it along its rows.
+    All query heads of a kv head are stacked, so the GEMM sums dk and dv over them.
     """
     softcap, scale = problem.softcap, problem.softmax_scale
     seqlen_q, seqlen_k = q.shape[3], k.shape[2]
     geometry = (seqlen_q, seqlen_k, problem.mask.window_left, problem.mask.window_right)
     entries, kv_heads = k.shape[:2]
     heads = entries * kv_heads
-    tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, v, dout, delta, transposed=True)
+    tile_mask = TileMask(problem, seqlen_k - seqlen_q, q, k, v, dout, delta)
     keep_apart = lse_has_nan or not tile_mask.operands_are_finite
     lowest = log_tiny(scratch.dtype)
     has_gradients = any(t is not None for t in sums)
@@ -183,11 +202,13 @@ def _backward_group(
             return tile.copy_(source[:, :, :, rows]).view(heads, -1, columns)
 
         q_tile, dout_tile = tile_of(q, all_q).mul_(scale), tile_of(dout, all_dout)
-        lse_tile, delta_tile = (x[..., m_start:m_end].reshape(heads, 1, -1) for x in (lse, delta))
+        lse_tile, delta_tile = (x[..., m_start:m_end].reshape(heads, -1, 1) for x in (lse, delta))
+        if problem.dropout_p:
+            dout_tile.mul_(philox.keep_scale(problem.dropout_p))
         if fixed_reference:
             weight = torch.exp(-lse_tile)
             delta_tile = delta_tile * weight
-            dout_tile.mul_(weight.mT)
+            dout_tile.mul_(weight)
         acc_dq = all_dq[m_start * heads * group * problem.head_dim :][: q_tile.numel()].view(q_tile.shape)
         query_tiles.append(_QueryTile(m_start, m_end, q_tile, dout_tile, lse_tile, delta_tile, acc_dq))
 
@@ -204,19 +225,18 @@ def _backward_group(
                     continue
             elif m.m_end <= first_query or m.m_start >= end_query:
                 continue
-            shape = heads, n_end - n_start, m.q.shape[1]
+            shape = heads, m.q.shape[1], n_end - n_start
             p, ds = scratch.empty("p", *shape), scratch.empty("ds", *shape)
-            torch.bmm(k_tile, m.q.transpose(1, 2), out=p)  # scores
-            torch.bmm(v_tile, m.dout.transpose(1, 2), out=ds)  # dp
+            torch.bmm(m.q, k_tile.transpose(1, 2), out=p)  # scores
+            torch.bmm(m.dout, v_tile.transpose(1, 2), out=ds)  # dp
             if softcap is not None:
                 tanh = p.div_(softcap).tanh_().clone()
                 p.mul_(softcap)
             needs_mask = not problem.has_row_ranges and tile_needs_mask(m.m_start, m.m_end, n_start, n_end, *geometry)
             pairs, has_terms = tile_mask.pairs(queries, keys) if needs_mask else None, False
             if modifiers is not None:
-                by_window = tile_mask.window_pairs(queries, keys) if needs_mask else None
-                found, has_terms = modifiers.modify_scores_(modifiers.as_rows(p), by_window, queries, keys)
-                pairs = pairs if found is None or found is by_window else found.mT
+                tile = p.view(*modifiers.shape, m.m_end - m.m_start, n_end - n_start)
+                pairs, has_terms = modifiers.modify_scores_(tile, pairs, queries, keys)
             if not fixed_reference:
                 # no visible score passes its row's lse; what a hidden one would overflow to is cut off
                 p.sub_(m.lse).clamp_(lowest, 0.0)
@@ -228,25 +248,28 @@ def _backward_group(
             else:
                 zero_hidden(p, pairs)
             kept = None if modifiers is None else modifiers.kept(queries, keys, p.dtype)
-            if modifiers is not None and kept is not None:
-                modifiers.as_rows(ds).mul_(kept)
+            if modifiers is not None:
+                modifiers.drop_(ds, kept)
             ds.sub_(m.delta).mul_(p)
-            if modifiers is not None and kept is not None:
-                modifiers.as_rows(p).mul_(kept)
+            if modifiers is not None:
+                modifiers.drop_(p, kept)
             if modifiers is not None and has_gradients:
                 fill_hidden(ds, pairs, 0.0)
-                modifiers.add_gradients(sums, modifiers.as_rows(ds), queries, keys)
+                modifiers.add_gradients(
+                    sums, ds.view(*modifiers.shape, m.m_end - m.m_start, n_end - n_start), queries, keys
+                )
             if softcap is not None:
                 ds.mul_(tanh.square_().neg_().add_(1.0))  # d(c tanh(s / c)) / ds = 1 - tanh^2
             if keep_apart and pairs is not None:
                 fill_hidden(ds, pairs, 0.0)
-                hidden = pairs.matrix(True)
+                hidden = pairs.matrix
             else:
                 hidden = None
             has_dq = m.m_start in started
-            _add_product(acc_dv, p, m.dout, hidden, has_dkv)
-            _add_product(acc_dk, ds, m.q, hidden, has_dkv)
-            _add_product(m.acc_dq, ds.transpose(1, 2), k_tile, None if hidden is None else hidden.mT, has_dq)
+            hidden_rows = None if hidden is None else hidden.mT
+            _add_product(acc_dv, p.mT, m.dout, hidden_rows, has_dkv)
+            _add_product(acc_dk, ds.mT, m.q, hidden_rows, has_dkv)
+            _add_product(m.acc_dq, ds, k_tile, hidden, has_dq)
             has_dkv = True
             started.add(m.m_start)
         for gradient, acc in ((dk, acc_dk), (dv, acc_dv)):  # m.q carries the scale of dk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..geometry import philox
 from ..geometry.block_range import key_tiles, tiles
 from ..problem import AttentionProblem, Inputs, QuantizedInputs
 from ..problem.outputs import empty_outputs, without_keys
@@ -121,9 +122,9 @@ def _forward_group(
             if is_fp8:
                 _round_probabilities_(p, scratch)
             if modifiers is not None:
-                modifiers.drop_(p, queries, keys)
+                modifiers.drop_(p, modifiers.kept(queries, keys, p.dtype))
             if pairs is not None and not tile_mask.operands_are_finite:
-                add_visible(acc_o.zero_() if is_first else acc_o, p, v_tile, pairs.matrix(False))
+                add_visible(acc_o.zero_() if is_first else acc_o, p, v_tile, pairs.matrix)
             elif is_first:
                 torch.bmm(p, v_tile, out=acc_o)
             else:
@@ -147,6 +148,8 @@ def _forward_group(
             fixed_reference = False  # the scores of this group are too large: from here on with row maxima
             softmax = visit_keys(q_tile, acc_o, queries, fixed_reference)
         weight, tile_lse = softmax.finish(None if sinks is None else _rows_of(sinks, q_rows).to(acc_o.dtype))
+        if problem.dropout_p:
+            weight.mul_(philox.keep_scale(problem.dropout_p))
         torch.mul(acc_o.view(out_rows.shape), weight.view(*lse_rows.shape, 1), out=out_rows)
         lse_rows.copy_(tile_lse.view(lse_rows.shape))
 

@@ -45,20 +45,9 @@ class TilePairs(NamedTuple):
     tile: tuple[int, ...] = ()  # for modifiers: the five sizes of the whole tile
 
     @property
-    def mT(self) -> TilePairs:
-        """(keys, 1, queries), or (entries, kv heads, keys, qhead_per_kvhead, queries): for transposed tiles."""
-        if self.tile:
-            entries, kv_heads, group, queries, keys = self.tile
-            hidden, keep = (x.permute(0, 1, 4, 2, 3).contiguous() for x in self[:2])
-            return TilePairs(hidden, keep, (entries, kv_heads, keys, group, queries))
-        return TilePairs(self.hidden.T.unsqueeze(1), self.keep.T.contiguous().unsqueeze(1))
-
-    def matrix(self, transposed: bool) -> Tensor:
-        """Hidden pairs as (1 or heads, rows, columns) of a tile; fewer rows or columns if query heads share them."""
-        if self.tile:
-            hidden = self.hidden.expand(self.tile).flatten(0, 1)
-            return hidden.flatten(2, 3) if transposed else hidden.flatten(1, 2)
-        return (self.hidden.squeeze(1) if transposed else self.hidden)[None]
+    def matrix(self) -> Tensor:
+        """Hidden pairs as (1 or heads, rows, keys) of a tile; fewer rows if query heads share them."""
+        return self.hidden.expand(self.tile).flatten(0, 1).flatten(1, 2) if self.tile else self.hidden[None]
 
 
 class TileMask:
@@ -68,13 +57,11 @@ class TileMask:
         shift: seqlen_k - seqlen_q.
         operands: the tensors that probabilities or their gradients are multiplied with. A hidden pair has p = 0,
             and 0 * NaN = NaN: if any of them is not finite, hidden pairs have to be kept out of the products.
-        transposed: tiles are (keys, rows) instead of (rows, keys).
     """
 
-    def __init__(self, problem: AttentionProblem, shift: int, *operands: Tensor, transposed: bool = False):
+    def __init__(self, problem: AttentionProblem, shift: int, *operands: Tensor):
         self.window = problem.mask.window_left, problem.mask.window_right
         self.shift = shift
-        self.transposed = transposed
         self.like = operands[0]
         self.dtype = problem.accum_dtype
         # a sum is finite only if every term is; it may overflow, which costs time and nothing else
@@ -89,14 +76,8 @@ class TileMask:
             if len(self._recent) >= 8:
                 self._recent.clear()
             hidden = hidden_pairs(queries, keys, self.shift, *self.window, self.like.device)
-            pairs = TilePairs(hidden, (~hidden).to(self.dtype))
-            self._recent[where] = pairs.mT if self.transposed else pairs
+            self._recent[where] = TilePairs(hidden, (~hidden).to(self.dtype))
         return self._recent[where]
-
-    def window_pairs(self, queries: Range, keys: Range) -> TilePairs:
-        """The mask of a tile as (queries, keys), whatever the form of `pairs`."""
-        hidden = hidden_pairs(queries, keys, self.shift, *self.window, self.like.device)
-        return TilePairs(hidden, (~hidden).to(self.dtype))
 
 
 def fill_hidden(tile: Tensor, pairs: TilePairs | None, value: float) -> None:
@@ -112,13 +93,8 @@ def zero_hidden(tile: Tensor, pairs: TilePairs | None) -> None:
 
 
 def _by_query_head(tile: Tensor, pairs: TilePairs) -> Tensor:
-    """Unstack the query heads of a tile (heads, qhead_per_kvhead * queries, keys), or of its transpose."""
-    if pairs.tile:
-        return tile.view(pairs.tile)
-    if pairs.hidden.dim() == 2:
-        return tile.view(tile.shape[0], -1, *pairs.hidden.shape)
-    keys, _, queries = pairs.hidden.shape
-    return tile.view(tile.shape[0], keys, -1, queries)
+    """Unstack the query heads of a tile (heads, qhead_per_kvhead * queries, keys)."""
+    return tile.view(pairs.tile or (tile.shape[0], -1, *pairs.hidden.shape))
 
 
 def add_visible(acc: Tensor, p: Tensor, operand: Tensor, hidden: Tensor) -> None:

@@ -7,6 +7,7 @@ dropout                     probabilities that are left out of the product with 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ..geometry.block_range import tiles
 from ..problem import AttentionProblem, Inputs
 from ..problem.attention import NO_MODIFIERS
 from .mask import Range, TilePairs
+from .scratch import Scratch
 from .sequences import HeadGroup, Sequences
 
 
@@ -45,8 +47,8 @@ class ScoreModifiers:
         self.num_kv_heads = len(range(problem.num_heads_kv)[group.heads])
         self.seqlen_q, self.seqlen_k = piece.queries.stop - piece.queries.start, piece.num_keys
         self.positions = self._positions()
-        # the interval of each query, see `_ranges`; used with problem.has_row_ranges
-        self.low, self.high = self._ranges() if problem.has_row_ranges else (self.positions, self.positions)
+        # the interval of each query, see `intervals`; used with problem.has_row_ranges
+        self.low, self.high = self.intervals() if problem.has_row_ranges else (self.positions, self.positions)
         self.slopes = None if self.inputs.alibi_slopes is None else self._slopes(self.inputs.alibi_slopes)
         self.bias = None if self.inputs.bias is None else self._bias(self.inputs.bias)
 
@@ -77,7 +79,7 @@ class ScoreModifiers:
         end = self.piece.first_key + self.seqlen_k  # of the keys
         return torch.arange(end - self.seqlen_q, end, device=self.device).view(1, 1, 1, -1)
 
-    def _ranges(self) -> tuple[Tensor, Tensor]:
+    def intervals(self) -> tuple[Tensor, Tensor]:
         """The interval of keys of each query, (entries or 1, kv heads or 1, .., queries), in numbers of the piece."""
         left, right = self.problem.mask.window_left, self.problem.mask.window_right
         first, end = self.piece.first_key, self.piece.first_key + self.seqlen_k
@@ -123,11 +125,6 @@ class ScoreModifiers:
         """Whether some of these queries see some of the keys."""
         low, high = (x[..., slice(*queries)] for x in (self.low, self.high))
         return bool(((low < keys[1]) & (high > keys[0]) & (low < high)).any())
-
-    def as_rows(self, tile: Tensor) -> Tensor:
-        """A transposed tile (heads, keys, rows) as (entries, kv heads, qhead_per_kvhead, queries, keys)."""
-        entries, kv_heads, group = self.shape
-        return tile.view(entries, kv_heads, tile.shape[1], group, -1).permute(0, 1, 3, 4, 2)
 
     def outside(self, queries: Range, keys: Range) -> Tensor | None:
         """Boolean tile, True where a key is outside of a query's interval; None if intervals hold all pairs."""
@@ -232,27 +229,31 @@ class ScoreModifiers:
     # ---------------------------------------------------------------- dropout
 
     def kept(self, queries: Range, keys: Range, dtype: torch.dtype) -> Tensor | None:
-        """What probabilities are multiplied with, (entries, kv heads, qhead_per_kvhead, queries, keys)."""
+        """1 for the pairs that dropout keeps and 0 for others, (entries, kv heads, qhead_per_kvhead, queries, keys)."""
         if not self.problem.dropout_p or self.inputs.dropout_state is None:
             return None
         heads = torch.arange(self.problem.num_heads_q, device=self.device) + self.problem.first_head
-        heads = heads.view(-1, self.problem.qhead_per_kvhead)[self.group.heads, :, None, None]
-        entries = torch.arange(self.entries.start, self.entries.stop, device=self.device).view(-1, 1, 1, 1, 1)
-        if self.inputs.q_positions is None:
-            rows = torch.arange(*queries, device=self.device)[:, None] + self.piece.first_query
-        else:
-            rows = self.positions[..., slice(*queries), None]
-        columns = torch.arange(*keys, device=self.device) + self.piece.first_key
-        p, state = self.problem.dropout_p, self.inputs.dropout_state
+        heads = heads.view(-1, self.problem.qhead_per_kvhead)[self.group.heads]
+        entries = torch.arange(self.entries.start, self.entries.stop, device=self.device).view(-1, 1, 1)
         instances = entries * (self.problem.all_heads or self.problem.num_heads_q) + heads
-        kept = philox.kept_pairs(state, p, instances, rows, columns)
-        return kept.to(dtype) * philox.keep_scale(p)
+        p, state = self.problem.dropout_p, self.inputs.dropout_state
+        first_row, first_column = self.piece.first_query, self.piece.first_key
+        if self.inputs.q_positions is None:
+            rows, columns = ((a + first, b + first) for (a, b), first in ((queries, first_row), (keys, first_column)))
+            tile = philox.kept_tile(state, p, instances.flatten(), rows, columns, dtype, self._counters.empty)
+            return tile.view(*self.shape, *tile.shape[1:])
+        positions = self.positions[..., slice(*queries), None]
+        all_columns = torch.arange(*keys, device=self.device) + first_column
+        return philox.kept_pairs(state, p, instances[..., None, None], positions, all_columns).to(dtype)
 
-    def drop_(self, p: Tensor, queries: Range, keys: Range) -> None:
-        """Leave probabilities (heads, rows, keys) out of the sum over the keys."""
-        kept = self.kept(queries, keys, p.dtype)
+    @functools.cached_property
+    def _counters(self) -> Scratch:
+        return Scratch(self.positions, torch.int64)
+
+    def drop_(self, tile: Tensor, kept: Tensor | None) -> None:
+        """Set the pairs of a tile (heads, rows, keys) that dropout does not keep to 0."""
         if kept is not None:
-            p.view(*self.shape, *kept.shape[-2:]).mul_(kept)
+            tile.view(kept.shape).mul_(kept)
 
 
 def make_modifiers(

@@ -42,6 +42,23 @@ def test_a_pair_keeps_its_bits_whatever_the_tile():
     assert torch.equal(bits(columns=9), usual[:, :9])
 
 
+@pytest.mark.parametrize(("rows", "columns"), [((0, 64), (0, 32)), ((5, 41), (19, 120)), ((7, 8), (300, 301))], ids=str)
+@pytest.mark.parametrize("dropout_p", [0.3, 0.001, 0.999])
+@pytest.mark.parametrize("at_once", [1, 2**20])
+def test_tiles_keep_the_same_pairs(rows, columns, dropout_p, at_once, monkeypatch):
+    """Tiles that begin anywhere, with instances that are computed one by one or together; 0.001 keeps all pairs."""
+    monkeypatch.setattr(philox, "COUNTERS", at_once)
+    state = torch.tensor([-(2**62) + 12345, 2**61 + 678])
+    instances = torch.tensor([0, 3, 2**31, 7])
+
+    def empty(name, *shape):
+        return torch.full(shape, -1)
+
+    kept = philox.kept_tile(state, dropout_p, instances, rows, columns, torch.float64, empty)
+    i, j = torch.arange(*rows)[:, None], torch.arange(*columns)
+    assert torch.equal(kept, philox.kept_pairs(state, dropout_p, instances[:, None, None], i, j).double())
+
+
 def test_bytes_are_uniform_and_independent():
     many = bits(rows=1024, columns=1024)
     counts = torch.bincount(many.flatten(), minlength=256).double()
