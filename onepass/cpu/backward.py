@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from .. import tiled
+from ..geometry.block_range import tiles
 from ..problem import AttentionProblem, Inputs
 from ..problem.outputs import empty_gradients, in_order_of
 from ..tiled.scratch import Scratch
 from ..tiled.sequences import head_groups, sequences
 from . import operators
+from .masks import RowMasks, heads_together, masks_of_whole, needs_masks
 from .regions import Region, chunks, regions
 
 CHUNK = 2048  # keys and queries; at 1024 sums take 5 % of the time, and errors are 0.85 to 1 times as large
-# With few columns, and keys of nearly equal weight, the values of many rows are rounded in the same direction, and a
-# block of 64 rows is off in scale by up to 0.9 %. With 32 columns or more such errors are independent.
-MIN_HEAD_DIM_16BIT = 32
 SUMS_BYTES = 16 * 2**20  # for the float32 sums of dq, unless one head for each thread needs more
 
 
@@ -39,12 +38,16 @@ def gradients(
     problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of a call, as `onepass.tiled.gradients` gives them."""
-    # the operator has no gradient of lse
-    can_run = dlse is None and operators.are_exact(problem) and not problem.is_empty
-    if can_run and (problem.dtype.itemsize > 2 or problem.head_dim >= MIN_HEAD_DIM_16BIT):
-        results = _by_operators(problem, inputs, out, lse, dout)
+    # the operator has no gradients of lse, slopes and biases
+    has_constants = (problem.constant_slopes or not problem.has_alibi) and (
+        problem.constant_bias or not problem.has_bias
+    )
+    can_run = dlse is None and has_constants and operators.are_exact(problem) and not problem.is_empty
+    if can_run and (problem.dtype.itemsize > 2 or problem.head_dim >= operators.MIN_HEAD_DIM_16BIT):
+        compute = _by_masks if needs_masks(problem) else _by_operators
+        results = compute(problem, inputs, out, lse, dout)
         if results is not None:
-            return *results, inputs.q.new_empty(0), None, None
+            return *results, tiled.gradient_of_sinks(problem, inputs, out, lse, dout), None, None
     return tiled.gradients(problem, inputs, out, lse, dout, dlse)
 
 
@@ -77,6 +80,51 @@ def _by_operators(
             group_rows = [group.q_rows(t).permute(0, 3, 1, 2, 4).flatten(2, 3) for t in rows]
             group_cols = [group.kv_rows(t).transpose(1, 2) for t in cols]
             _group(problem, found, group_rows, group_cols, group.stats(piece.stats(lse)).flatten(1, 2), scratch)
+    return (dq, dk, dv) if operators.is_finite(dq, dk, dv) else None
+
+
+def _by_masks(
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`_by_operators` where regions do not do: blocks of rows, with a mask each."""
+    q, k, v = inputs[:3]
+    accum, is_16bit = problem.accum_dtype, problem.dtype.itemsize == 2
+    scratch = Scratch(q, accum)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(-inf - inf) = 0: a row without keys has no gradient
+    in_blocks = is_16bit and max(problem.seqlen_q, problem.seqlen_k) > CHUNK
+    whole_masks = masks_of_whole(problem, inputs, scratch, in_blocks)
+    if whole_masks is not None:
+        mask = whole_masks.mask((0, problem.seqlen_q), (0, problem.seqlen_k))
+        results = operators.backward(dout, q, k, v, out, lse, problem.softmax_scale, whole_masks.is_causal, mask)
+        dq, dk, dv = (in_order_of(t, like) for t, like in zip(results, (q, k, v), strict=True))
+        return (dq, dk, dv) if operators.is_finite(dq, dk, dv) else None
+    gradients = empty_gradients(inputs)[:3]
+    sums = [torch.zeros_like(t, dtype=accum) if is_16bit else t.zero_() for t in gradients]
+    for piece in sequences(problem, inputs):
+        rows, cols = [piece.rows(t) for t in (dout, q, out, sums[0])], [piece.cols(t) for t in (k, v, *sums[1:])]
+        if 0 in rows[0].shape or 0 in cols[0].shape:
+            continue
+        for group in head_groups(problem, rows[0].shape[0], heads_together(problem, inputs, cols[0].shape[1])):
+            group_rows = [group.q_rows(t).permute(0, 3, 1, 2, 4) for t in rows]
+            group_cols = [group.kv_rows(t).transpose(1, 2) for t in cols]
+            group_lse = group.stats(piece.stats(lse)).flatten(1, 2)
+            masks = RowMasks(problem, inputs, piece, group, scratch, in_blocks)
+            for queries in tiles(0, masks.seqlen_q, min(masks.num_rows, CHUNK) if is_16bit else masks.num_rows):
+                seen = masks.keys_of(queries)
+                if seen is None:
+                    continue
+                block = slice(*queries)
+                *block_rows, sum_dq = (t[:, block] for t in group_rows)
+                dout_rows, q_rows, out_rows = (t.flatten(2, 3) for t in block_rows)
+                for keys in tiles(*seen, CHUNK if is_16bit else seen[1]):
+                    k_rows, v_rows, sum_dk, sum_dv = (t[:, slice(*keys)] for t in group_cols)
+                    operands = dout_rows, q_rows, k_rows, v_rows, out_rows, group_lse[..., block]
+                    results = operators.backward(
+                        *operands, problem.softmax_scale, masks.is_causal, masks.mask(queries, keys)
+                    )
+                    for total, result in zip((sum_dq, sum_dk, sum_dv), results, strict=True):
+                        total.add_(result.view_as(total))
+    dq, dk, dv = (g if g is t else g.copy_(t) for g, t in zip(gradients, sums, strict=True))
     return (dq, dk, dv) if operators.is_finite(dq, dk, dv) else None
 
 

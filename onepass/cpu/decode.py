@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..problem import AttentionProblem, Inputs
 from ..problem.decode import DecodeInputs, DecodeProblem
 from ..tiled import decode as tiled_decode
 from .forward import by_operators, forward
+from .masks import needs_masks
 
 
 def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
     """out and lse of a call of `onepass.attention_decode`; the cache is untouched if it raises."""
-    return tiled_decode.decode(problem, inputs, forward, by_operators)
+    return tiled_decode.decode(problem, inputs, forward, _batch)
+
+
+def _batch(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """`by_operators` where its bits are those of the sequences alone: masks depend on the capacity of a cache."""
+    return None if needs_masks(problem) else by_operators(problem, inputs)

@@ -17,7 +17,7 @@ from onepass.testing import random_call
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-REFUSED = ("softcap", "sinks")
+REFUSED = ("softcap", "dropout_p")
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ def problem_of(q, k, v, mask=Mask(), **changes):  # noqa: B008  # it is frozen
 
 
 def for_the_backend(dtype, seeds, max_seqlen):
-    """Random calls without what the backend refuses. A left side of a window is there if it may hide no key."""
+    """Random calls without what the backend refuses. The left side of every other window hides no key."""
     for seed in seeds:
         call = random_call(seed, "cpu", max_seqlen, dtype)
         options = {name: value for name, value in call.options.items() if name not in REFUSED}
-        if (left := options.get("window", (None,))[0]) is not None:
+        if (left := options.get("window", (None,))[0]) is not None and seed % 2:
             # the window reaches back from 2 keys before the first key to 1 key after it
             options["window"] = (max(call.tensors["k"].shape[-3], 1) + left % 4 - 2, options["window"][1])
         call = replace(call, options=options)
@@ -69,7 +69,7 @@ def for_the_backend(dtype, seeds, max_seqlen):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_random_calls(dtype, count):
-    calls = list(itertools.islice(for_the_backend(dtype, itertools.count(), 160), 32))
+    calls = list(itertools.islice(for_the_backend(dtype, itertools.count(), 160), 72))
     assert sum(call.is_packed for call in calls) > 3
     assert sum(call.options.get("window", (None,))[0] is not None for call in calls) > 1
     for call in calls:
@@ -274,9 +274,7 @@ def test_a_gradient_of_lse_is_computed_by_tiled(count):
 
 REFUSALS = {
     "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": torch.zeros(4)},
-    "window": {"window": (5, None)},
-    "alibi_slopes": {"alibi_slopes": torch.ones(4)},
+    "dropout_p": {"dropout_p": 0.1},
     "FP8": {"precision": "fp8"},
 }
 
@@ -362,15 +360,14 @@ def test_sequences_of_equal_length_are_one_batch(count):
 
 @pytest.mark.parametrize("window", [None, (4, 0)])
 def test_keys_before_the_start_of_a_sequence_are_cut_off(window, count):
-    """A sequence without keys needs no operator, and a window needs `tiled`."""
+    """A sequence without keys needs no operator."""
     starts = torch.tensor([0, 7, 19, 20], dtype=torch.int32)
     call = cache_call([20, 20, 20, 20], causal=True, window=window, seqstart_k=starts)
     for b, start in enumerate(starts):
         call["k_cache"][b, :start] = torch.nan
-    support = onepass.supports(**call)
-    assert support.backend == ("cpu" if window is None else "tiled"), support
+    assert onepass.supports(**call).backend == "cpu"
     out, lse = onepass.attention_decode(**call, return_lse=True)
-    assert count["_forward"] == (3 if window is None else 0)
+    assert count["_forward"] == 3
     for b, start in enumerate(starts):
         k, v = (call[name][b : b + 1, start:20] for name in ("k_cache", "v_cache"))
         wanted = onepass.attention(call["q"][b : b + 1], k, v, causal=True, window=window, return_lse=True)

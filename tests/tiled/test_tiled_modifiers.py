@@ -1,5 +1,6 @@
-"""Key ranges, positions, ALiBi, bias and dropout by tiles: random calls beside the oracle, with gradients."""
+"""Key ranges, positions, ALiBi, bias and dropout on a CPU: random calls beside the oracle, with gradients."""
 
+import importlib
 import random
 from dataclasses import replace
 
@@ -7,12 +8,14 @@ import pytest
 import torch
 
 import onepass
-from onepass import reference, tiled
+from onepass import cpu, reference, tiled
+from onepass.cpu import masks, operators
 from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
 from onepass.tiled import forward, gradients
 from onepass.tiled.tile_sizes import TileSizes
 
 DTYPE = torch.float64
+NOT_BY_OPERATORS = "softcap", "dropout_p", "dropout_state"
 WITH_GRADIENT = {"sinks": 3, "alibi_slopes": 4, "bias": 5}  # and where `gradients` returns it
 
 
@@ -63,7 +66,29 @@ def test_random_calls(first):
         check(seed)
 
 
-def check(seed):
+@pytest.mark.parametrize("first", range(0, 160, 16))
+def test_random_calls_by_masks(first, monkeypatch):
+    """The same calls by torch's operators, in blocks of few rows. A result is `tiled`'s where a NaN has spread."""
+    counts = {"_forward": 0, "_backward": 0}
+
+    def counted(name, real):
+        def run(*arguments, attn_mask, **options):
+            counts[name] += attn_mask is not None
+            return real(*arguments, attn_mask=attn_mask, **options)
+
+        monkeypatch.setattr(operators, name, run)
+
+    for name in counts:
+        counted(name, getattr(operators, name))
+    for seed in range(first, first + 16):
+        monkeypatch.setattr(masks, "ROWS", 16 if seed % 3 else 256)
+        monkeypatch.setattr(masks, "MASK_ELEMENTS", 1 if seed % 2 else 2**21)
+        check(seed, "cpu")
+    assert counts["_forward"] > 8
+    assert counts["_backward"] > 8
+
+
+def check(seed, backend="tiled"):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     batch, seqlen_q, seqlen_k = rng.randint(1, 3), rng.choice([1, 17, 40, 70]), rng.choice([1, 9, 50, 80])
@@ -72,6 +97,8 @@ def check(seed):
     q = torch.randn(batch, seqlen_q, heads, head_dim, dtype=DTYPE)
     k, v = (torch.randn(batch, seqlen_k, num_kv, head_dim, dtype=DTYPE) for _ in range(2))
     options = random_options(rng, batch, seqlen_q, seqlen_k, heads)
+    if backend == "cpu":
+        options = {name: x for name, x in options.items() if name not in NOT_BY_OPERATORS}
     message = f"seed {seed}: {[(name, getattr(x, 'shape', x)) for name, x in options.items()]}"
 
     leaves = {name: x.clone().requires_grad_() for name, x in (("q", q), ("k", k), ("v", v))}
@@ -90,27 +117,35 @@ def check(seed):
         dropout_p=options.get("dropout_p", 0.0),
     )
     sizes = TileSizes(rng.choice([4, 16]), rng.choice([8, 16]), rng.choice([1, 2, 8]))
-    out, lse = forward(problem, inputs, sizes)
+    run = (tiled.forward, tiled.gradients, sizes) if backend == "tiled" else (cpu.forward, cpu.gradients)
+    forward, gradients, *sizes = run
+    if backend == "cpu":
+        problem = replace(problem, constant_slopes=problem.has_alibi, constant_bias=problem.has_bias)
+        assert importlib.import_module("onepass.cpu.forward").by_operators(problem, inputs) is not None, message
+    out, lse = forward(problem, inputs, *sizes)
     for actual, right in ((out, expected.out), (lse, expected.lse)):
         torch.testing.assert_close(actual, right.detach(), rtol=1e-9, atol=1e-9, msg=message)
 
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) if backend == "tiled" else None
     of_lse = torch.where(expected.lse.isfinite(), expected.lse, 0.0)
-    total = (expected.out * dout).sum() + (of_lse * dlse).sum()
+    total = (expected.out * dout).sum() + (0.0 if dlse is None else (of_lse * dlse).sum())
     wanted = torch.autograd.grad(total, leaves.values(), allow_unused=True)
-    found = gradients(problem, inputs, out, lse, dout, dlse, sizes)
+    found = gradients(problem, inputs, out, lse, dout, dlse, *sizes)
     for name, right in zip(leaves, wanted, strict=True):
+        if backend == "cpu" and name in ("alibi_slopes", "bias"):
+            continue
         actual = found[WITH_GRADIENT.get(name, "qkv".find(name))]
         right = torch.zeros_like(actual, dtype=DTYPE) if right is None else right.nan_to_num(nan=0.0)  # hidden pairs
         atol = 1e-6 if name == "alibi_slopes" else 1e-9  # these are float32
         torch.testing.assert_close(actual.double(), right, rtol=atol, atol=atol, msg=f"{message}: {name}")
 
     if seed % 2:
-        check_hidden_values(rng, problem, inputs, options, sizes, (out, lse), (dout, dlse), found, message)
+        check_hidden_values(rng, problem, inputs, options, run, (out, lse), (dout, dlse), found, message)
 
 
-def check_hidden_values(rng, problem, inputs, options, sizes, clean_results, douts, clean_gradients, message):
+def check_hidden_values(rng, problem, inputs, options, run, clean_results, douts, clean_gradients, message):
     """NaN or infinity of a key reaches the rows that see it, and no others."""
+    forward, gradients, *sizes = run
     q, k = inputs[:2]
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k, num_kv = k.shape[1:3]
@@ -130,7 +165,7 @@ def check_hidden_values(rng, problem, inputs, options, sizes, clean_results, dou
     for hidden, name in ((unseen | key, "k"), (unseen | key, "v"), (unseen, "kv")):
         given = {n: getattr(inputs, n).masked_fill(hidden[..., None], value) for n in name}
         wild = inputs._replace(**given)
-        results = forward(problem, wild, sizes)
+        results = forward(problem, wild, *sizes)
         is_clean = ~(visible & hidden.transpose(1, 2).repeat_interleave(group, 1)[:, :, None]).any(-1)
         for actual, clean in zip(results, (out.transpose(1, 2), lse), strict=True):
             actual = actual.transpose(1, 2) if actual.dim() == 4 else actual
@@ -139,7 +174,7 @@ def check_hidden_values(rng, problem, inputs, options, sizes, clean_results, dou
             )
         if name == "v" and not problem.dropout_p:
             assert not results[0].transpose(1, 2)[~is_clean].isfinite().any(), message
-    for actual, clean in zip(gradients(problem, wild, *results, *douts, sizes), clean_gradients, strict=True):
+    for actual, clean in zip(gradients(problem, wild, *results, *douts, *sizes), clean_gradients, strict=True):
         torch.testing.assert_close(actual, clean, rtol=1e-6, atol=1e-6, msg=f"{message}: gradients")
 
 

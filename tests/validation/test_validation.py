@@ -35,7 +35,7 @@ def test_supports_gives_the_same_reason(changes, error, message):
 
 
 def test_supports_says_yes_and_why():
-    answer = onepass.supports(**tensors(), causal=True, window=(3, None), sinks=torch.zeros(4))
+    answer = onepass.supports(**tensors(), causal=True, window=(3, None), softcap=2.0)
     assert answer == (True, "tiled", answer.reason)
     assert "cpu" in answer.reason
     assert onepass.supports(**packed()).ok
