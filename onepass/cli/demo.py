@@ -1,6 +1,6 @@
 """`onepass demo`: exact attention at work, on the device of this machine.
 
-demo_layer.py   one attention layer of a Llama-3-8B shape, beside torch's SDPA and the naive form
+demo_layer.py   one attention layer of a Llama-3-8B shape, beside torch's SDPA and the naive form; with a window, too
 demo_search.py  real input: sentences searched by meaning, every attention layer of the model run by onepass
 """
 
@@ -99,7 +99,7 @@ def layer_table(report: LayerReport) -> Table:
             f"Time: best of {report.repeats}. Peak memory: beyond the inputs, the {mebibytes(report.results_bytes)} of "
             f"results included; {memory}. Errors: largest difference from float64, all rows of {heads} of the "
             f"{demo_layer.NUM_HEADS_Q} query heads. Budget: 2 times (gradients 3 times) the error of dense PyTorch "
-            f"in {report.dtype}, plus one rounding."
+            f"in {report.dtype}, plus one rounding. Window: each query sees {demo_layer.WINDOW} keys; SDPA has a mask."
         ),
         **TABLE_STYLE,
     )
@@ -109,12 +109,16 @@ def layer_table(report: LayerReport) -> Table:
     names = "out", "dq", "dk", "dv"
     for name in names:
         table.add_column(f"error\n{name}", justify="right", no_wrap=True)
-    for row in report.rows:
-        table.add_row(row.name, *layer_cells(row), *_errors(row.errors, names))
-    if report.budget:
-        table.add_section()
-        table.add_row("budget", "", "", "", *_errors(report.budget, names))
-    for row in report.rows:
+    for kind, rows, budget in (
+        ("", report.rows, report.budget),
+        (", window", report.window_rows, report.window_budget),
+    ):
+        for row in rows:
+            table.add_row(f"{row.name}{kind}", *layer_cells(row), *_errors(row.errors, names))
+        if budget:
+            table.add_section()
+            table.add_row(f"budget{kind}", "", "", "", *_errors(budget, names), end_section=True)
+    for row in (*report.rows, *report.window_rows):
         if row.note:  # beside the numbers the note would make the columns wide
             table.caption = f"{row.name}: {row.note}. {table.caption}"
     if report.is_disturbed:
@@ -184,6 +188,12 @@ def summary(layer: LayerReport, found: SearchReport | None) -> str:
     else:
         naive_memory = mebibytes(naive.peak_extra_bytes)
         sentences.append(f"It took {mebibytes(mine.peak_extra_bytes)}, the naive form {naive_memory}.")
+    if len(layer.window_rows) == 2 and not layer.window_rows[1].note:
+        mine, sdpa = layer.window_rows
+        sentences.append(
+            f"With a window of {demo_layer.WINDOW} keys it has {sdpa.total_ms / mine.total_ms:.1f} times the speed of "
+            "SDPA with a mask."
+        )
     if found is not None and not found.missing:
         layers = "Every attention layer" if found.every_layer_used_onepass else "NOT EVERY ATTENTION LAYER"
         agree = "agree with" if found.max_difference <= demo_search.MAX_DIFFERENCE else "DIFFER FROM"

@@ -1,5 +1,7 @@
 """One attention layer of a Llama-3-8B shape, forward and backward, beside torch's SDPA and the naive form.
 
+The same layer with a window follows, as of Gemma or Mistral, where SDPA needs a mask and computes every pair.
+
 Every result is compared with float64, computed for all query rows of some heads: float64 for all heads would take
 longer than everything else.
 """
@@ -29,6 +31,7 @@ GIB = 2**30
 NUM_HEADS_Q, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
 GROUP = NUM_HEADS_Q // NUM_HEADS_KV
 CHECKED_KV_HEADS = (0, NUM_HEADS_KV - 1)  # with their query heads: a quarter of the layer
+WINDOW = 256  # keys that a query sees, its own included
 MAX_NAIVE_BYTES = 8 * GIB
 # The number of (num_heads_q, seqlen, seqlen) matrices that the naive form holds at once, in its backward:
 # probabilities, their gradient and the gradient of the scores. It was measured at seqlen 1024 to 4096.
@@ -111,6 +114,7 @@ class LayerReport:
         repeats: timed runs of each contender, of which the best counts.
         budget: errors that onepass is allowed: 2 times (gradients: 3 times) that of dense PyTorch in the same dtype
             plus one rounding of the largest value.
+        window_rows, window_budget: of the layer with a window.
     """
 
     device: str
@@ -122,11 +126,14 @@ class LayerReport:
     repeats: int = 0
     rows: list[Row] = field(default_factory=list)
     budget: dict[str, float] = field(default_factory=dict)
+    window_rows: list[Row] = field(default_factory=list)
+    window_budget: dict[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         """Whether onepass ran and is within the budget. The others are there to compare with."""
-        return any(row.name == "onepass" and row.within_budget for row in self.rows)
+        mine = [row for row in (*self.rows, *self.window_rows) if row.name == "onepass"]
+        return bool(mine) and all(row.within_budget for row in mine)
 
     @property
     def is_disturbed(self) -> bool:
@@ -155,7 +162,24 @@ def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
 
+def window_with_onepass(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return onepass.attention(q, k, v, causal=True, window=(WINDOW - 1, None))
+
+
+def window_with_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = window_mask(q.shape[2], q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=1)
+def window_mask(seqlen: int, device: torch.device) -> Tensor:
+    """The pairs of the window, made once for all layers of a model."""
+    return torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).tril().triu(1 - WINDOW)
+
+
 CONTENDERS: dict[str, Attention] = {"onepass": with_onepass, "torch SDPA": with_sdpa, "naive": naive}
+WINDOW_CONTENDERS: dict[str, Attention] = {"onepass": window_with_onepass, "torch SDPA": window_with_sdpa}
 
 
 def naive_bytes(seqlen: int, itemsize: int) -> int:
@@ -191,10 +215,16 @@ def timed(attention: Attention, inputs: Inputs, device: torch.device) -> tuple[R
     return Results(out.detach(), *gradients), (middle - start, now() - middle)
 
 
-def dense(inputs: Inputs, kv_heads: tuple[int, ...], compute_dtype: torch.dtype, tile_m: int = 256) -> Results:
+def dense(
+    inputs: Inputs,
+    kv_heads: tuple[int, ...],
+    compute_dtype: torch.dtype,
+    tile_m: int = 256,
+    window: tuple[int, None] | None = None,
+) -> Results:
     """`reference.attention` and its gradients for some heads, in blocks of query rows so that it fits into memory.
 
-    Masks are aligned at the bottom right, so a causal mask over queries [m, m_end) and keys [0, m_end) is right.
+    Masks are aligned at the bottom right, so a causal mask over queries [m, m_end) and keys [n, m_end) is right.
     Gradients of k and v are summed over the blocks in float32 at least.
     """
     q, k, v, dout = inputs
@@ -207,14 +237,15 @@ def dense(inputs: Inputs, kv_heads: tuple[int, ...], compute_dtype: torch.dtype,
         outs, dqs = [], []
         for m in range(0, q.shape[1], tile_m):
             m_end = min(m + tile_m, q.shape[1])
-            block = [q[:, m:m_end, heads].detach().to(compute_dtype), k_g[:, :m_end], v_g[:, :m_end]]
+            keys = slice(0 if window is None else max(0, m - window[0]), m_end)
+            block = [q[:, m:m_end, heads].detach().to(compute_dtype), k_g[:, keys], v_g[:, keys]]
             block = [x.requires_grad_() for x in block]
-            out = reference.attention(*block, causal=True, compute_dtype=compute_dtype).out
+            out = reference.attention(*block, causal=True, window=window, compute_dtype=compute_dtype).out
             dq, dk_block, dv_block = torch.autograd.grad(out, block, dout[:, m:m_end, heads].to(compute_dtype))
             outs.append(out.detach())
             dqs.append(dq)
-            dk[:, :m_end] += dk_block
-            dv[:, :m_end] += dv_block
+            dk[:, keys] += dk_block
+            dv[:, keys] += dv_block
         results.append((torch.cat(outs, 1), torch.cat(dqs, 1), dk.to(compute_dtype), dv.to(compute_dtype)))
     return Results(*(torch.cat(tensors, 2) for tensors in zip(*results, strict=True)))
 
@@ -243,7 +274,7 @@ def available_bytes(device: torch.device) -> int:
 
 def num_steps(repeats: int) -> int:
     """How often `measure` reports a step."""
-    return 1 + len(CONTENDERS) * (1 + repeats)
+    return 2 + (len(CONTENDERS) + len(WINDOW_CONTENDERS)) * (1 + repeats)
 
 
 def measure(
@@ -255,45 +286,53 @@ def measure(
     max_naive_bytes: int | None = None,
     timing_limit_s: float = 20.0,
 ) -> None:
-    """Fill `report.rows`, one contender after the other, so that an interruption leaves the rows before it.
+    """Fill `report.rows` and `report.window_rows`, one contender after the other.
 
-    Each contender first runs once to be checked and for its memory, then `repeats` times for its time, in
-    turns with the others so that a disturbance hits all of them. The best time counts.
+    An interruption leaves the rows before it. Each contender first runs once to be checked and for its memory, then
+    `repeats` times for its time, in turns with the others so that a disturbance hits all of them. The best time counts.
 
     Args:
         step: called with the name of what comes next.
-        max_naive_bytes: the naive form is left out if it needs more; None means half of what is free, at most 8 GiB.
+        max_naive_bytes: the naive form, and SDPA with a mask on a GPU, are left out if they need more; None means half
+            of what is free, at most 8 GiB.
         timing_limit_s: no new round of timing starts after so many seconds; a busy machine gets fewer, at least one.
     """
     if max_naive_bytes is None:
         max_naive_bytes = min(MAX_NAIVE_BYTES, available_bytes(device) // 2)
     needed_bytes = naive_bytes(report.seqlen, inputs.q.element_size())
-    step("float64 of the checked heads")
-    oracle = dense(inputs, report.checked_kv_heads, torch.float64)
-    plain = dense(inputs, report.checked_kv_heads, inputs.q.dtype)
     running = []
-    for name, attention in CONTENDERS.items():
-        step(f"{name}: values and memory")
-        row = Row(name)
-        report.rows.append(row)
-        if name == "naive" and needed_bytes > max_naive_bytes:
-            row.note = f"would need {needed_bytes / GIB:.1f} GiB; {max_naive_bytes / GIB:.1f} GiB allowed here"
-            continue
-        (results, _), peak = peak_of(functools.partial(timed, attention, inputs, device), str(device))
-        row.peak_extra_bytes = peak.extra_bytes
-        comparisons = check(results.select_kv_heads(report.checked_kv_heads), oracle, plain)
-        del results
-        row.errors = {c.name: c.error for c in comparisons}
-        row.within_budget = all(c.ok for c in comparisons)
-        report.budget = {c.name: c.budget for c in comparisons}
-        running.append((row, attention))
+    for window, contenders, rows, budget, words in (
+        (None, CONTENDERS, report.rows, report.budget, ""),
+        ((WINDOW - 1, None), WINDOW_CONTENDERS, report.window_rows, report.window_budget, " with a window"),
+    ):
+        step(f"float64 of the checked heads{words}")
+        oracle, plain = (
+            dense(inputs, report.checked_kv_heads, dtype, window=window) for dtype in (torch.float64, inputs.q.dtype)
+        )
+        for name, attention in contenders.items():
+            step(f"{name}{words}: values and memory")
+            row = Row(name)
+            rows.append(row)
+            # with a mask, SDPA on a GPU may have to take the naive form
+            is_naive = name == "naive" or (window is not None and name != "onepass" and device.type == "cuda")
+            if is_naive and needed_bytes > max_naive_bytes:
+                row.note = f"would need {needed_bytes / GIB:.1f} GiB; {max_naive_bytes / GIB:.1f} GiB allowed here"
+                continue
+            (results, _), peak = peak_of(functools.partial(timed, attention, inputs, device), str(device))
+            row.peak_extra_bytes = peak.extra_bytes
+            comparisons = check(results.select_kv_heads(report.checked_kv_heads), oracle, plain)
+            del results
+            row.errors = {c.name: c.error for c in comparisons}
+            row.within_budget = all(c.ok for c in comparisons)
+            budget.update({c.name: c.budget for c in comparisons})
+            running.append((row, attention, words))
     deadline = time.perf_counter() + timing_limit_s
     for i in range(repeats):
         if i and time.perf_counter() > deadline:
             break
         report.repeats = i + 1
-        for row, attention in running:
-            step(f"{row.name}: time, run {i + 1} of {repeats}")
+        for row, attention, words in running:
+            step(f"{row.name}{words}: time, run {i + 1} of {repeats}")
             _, (forward_s, backward_s) = timed(attention, inputs, device)
             row.forward_ms = min(1e3 * forward_s, row.forward_ms or float("inf"))
             row.backward_ms = min(1e3 * backward_s, row.backward_ms or float("inf"))

@@ -41,11 +41,20 @@ def good_search(**changes) -> SearchReport:
 
 def test_dense_by_blocks_is_the_reference():
     """The length is no multiple of the tile, and the two kv heads are not neighbours."""
+    check_dense(None)
+
+
+@pytest.mark.parametrize("left", [0, 5, 16, 100])
+def test_dense_by_blocks_with_a_window(left):
+    check_dense((left, None))
+
+
+def check_dense(window):
     inputs = demo_layer.Inputs.random(40, CPU)
     kv_heads = (0, 3)
-    actual = demo_layer.dense(inputs, kv_heads, torch.float64, tile_m=16)
+    actual = demo_layer.dense(inputs, kv_heads, torch.float64, tile_m=16, window=window)
     leaves = [x.detach().double().requires_grad_() for x in inputs[:3]]
-    out = reference.attention(*leaves, causal=True).out
+    out = reference.attention(*leaves, causal=True, window=window).out
     gradients = torch.autograd.grad(out, leaves, inputs.dout.double())
     expected = demo_layer.Results(out.detach(), *gradients).select_kv_heads(kv_heads)
     for name, a, b in zip(actual._fields, actual, expected, strict=True):
@@ -66,12 +75,23 @@ def layer() -> demo_layer.LayerReport:
 
 def test_every_contender_is_measured_and_within_the_budget(layer):
     assert [row.name for row in layer.rows] == ["onepass", "torch SDPA", "naive"]
-    for row in layer.rows:
+    assert [row.name for row in layer.window_rows] == ["onepass", "torch SDPA"]
+    for row in (*layer.rows, *layer.window_rows):
         assert row.within_budget, row
         assert row.forward_ms > 0
         assert row.backward_ms > 0
-        assert set(row.errors) == set(layer.budget) == {"out", "dq", "dk", "dv"}
+        assert set(row.errors) == set(layer.budget) == set(layer.window_budget) == {"out", "dq", "dk", "dv"}
     assert layer.ok
+
+
+@pytest.mark.parametrize("contenders", ["CONTENDERS", "WINDOW_CONTENDERS"])
+def test_both_layers_have_to_be_right(monkeypatch, contenders):
+    """At 300 tokens the window hides keys, so that each of the two would be wrong with the other's mask."""
+    other = demo_layer.window_with_onepass if contenders == "CONTENDERS" else demo_layer.with_onepass
+    monkeypatch.setitem(getattr(demo_layer, contenders), "onepass", other)
+    report = measured(300)
+    assert [row.within_budget for row in (report.rows[0], report.window_rows[0])].count(False) == 1
+    assert not report.ok
 
 
 def test_naive_form_is_left_out_where_it_does_not_fit():
@@ -112,7 +132,7 @@ def test_command_line_shows_the_table_and_writes_json(tmp_path):
     file = tmp_path / "demo.json"
     result = run("--skip-search", "--json", str(file))
     assert result.exit_code == 0, result.output
-    for text in ("onepass", "torch SDPA", "naive", "budget", "within its error budget"):
+    for text in ("onepass", "torch SDPA", "naive", "budget", "within its error budget", "onepass, window"):
         assert text in " ".join(result.output.split())
     report = json.loads(file.read_text())
     assert report["layer"]["ok"] is True
