@@ -20,7 +20,7 @@ from ..problem.outputs import empty_gradients, in_order_of
 from ..tiled.scratch import Scratch
 from ..tiled.sequences import head_groups, sequences
 from . import operators
-from .masks import RowMasks, heads_together, masks_of_whole, needs_masks
+from .masks import RowMasks, groups, masks_of_whole, needs_masks
 from .regions import Region, chunks, regions
 
 CHUNK = 2048  # keys and queries; at 1024 sums take 5 % of the time, and errors are 0.85 to 1 times as large
@@ -104,7 +104,7 @@ def _by_masks(
         rows, cols = [piece.rows(t) for t in (dout, q, out, sums[0])], [piece.cols(t) for t in (k, v, *sums[1:])]
         if 0 in rows[0].shape or 0 in cols[0].shape:
             continue
-        for group in head_groups(problem, rows[0].shape[0], heads_together(problem, inputs, cols[0].shape[1])):
+        for group in groups(problem, inputs, rows[0].shape[0], cols[0].shape[1]):
             group_rows = [group.q_rows(t).permute(0, 3, 1, 2, 4) for t in rows]
             group_cols = [group.kv_rows(t).transpose(1, 2) for t in cols]
             group_lse = group.stats(piece.stats(lse)).flatten(1, 2)

@@ -11,9 +11,9 @@ from ..problem import AttentionProblem, Inputs
 from ..problem.outputs import empty_outputs, in_order_of, without_keys
 from ..tiled.merge import merge_in_torch
 from ..tiled.scratch import Scratch
-from ..tiled.sequences import head_groups, merged, sequences
+from ..tiled.sequences import merged, sequences
 from . import operators
-from .masks import RowMasks, heads_together, masks_of_whole, needs_masks
+from .masks import RowMasks, groups, masks_of_whole, needs_masks
 from .regions import Region, regions
 
 
@@ -82,7 +82,7 @@ def _by_masks(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor
         rows, cols = [piece.rows(t) for t in (q, out)], [piece.cols(t) for t in (k, v)]
         if 0 in rows[0].shape or 0 in cols[0].shape:
             continue
-        for group in head_groups(problem, rows[0].shape[0], heads_together(problem, inputs, cols[0].shape[1])):
+        for group in groups(problem, inputs, rows[0].shape[0], cols[0].shape[1]):
             q_rows, out_rows = (group.q_rows(t).permute(0, 3, 1, 2, 4) for t in rows)
             k_rows, v_rows = (group.kv_rows(t).transpose(1, 2) for t in cols)
             lse_rows = group.stats(piece.stats(lse))

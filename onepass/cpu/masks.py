@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from ..problem import AttentionProblem, Inputs
+from ..problem.attention import NO_MODIFIERS
 from ..tiled.mask import Range
 from ..tiled.modifiers import ScoreModifiers
 from ..tiled.scratch import Scratch
 from ..tiled.sequences import HeadGroup, Sequences, sequences
 from .regions import regions
 
-ROWS = 256  # of a block; twice as many where no row hides keys, so that none are computed in vain
+ROWS = 256  # of a block; with 64 a backward takes up to 1.4 times as long, and with 1024 as long
 MASK_ELEMENTS = 2**20  # in a block of rows, unless one head for each thread has more; 2 to 5 % faster than 2**21
 
 
@@ -22,24 +26,21 @@ def needs_masks(problem: AttentionProblem) -> bool:
     return problem.has_row_ranges or problem.adds_terms or (left is not None and left < problem.seqlen_k)
 
 
-def rows_of_block(problem: AttentionProblem) -> int:
-    return ROWS if problem.has_row_ranges or not problem.mask.is_full else 2 * ROWS
-
-
-def heads_together(problem: AttentionProblem, inputs: Inputs, num_keys: int) -> int:
-    """How many kv heads to compute at a time: some for each thread, few enough for MASK_ELEMENTS."""
-    group, modifiers = problem.qhead_per_kvhead, inputs.modifiers
-    if modifiers is None:
-        has_masks_by_head = False
-    else:
-        by_head = modifiers.key_ranges, modifiers.bias
-        has_masks_by_head = problem.has_alibi or any(t is not None and t.shape[-3] > 1 for t in by_head)
-    rows = min(rows_of_block(problem), problem.seqlen_q)
-    at_once = MASK_ELEMENTS // max(1, rows * num_keys * (group if has_masks_by_head else 1))
-    if not has_masks_by_head:
-        at_once *= problem.num_heads_kv
+def groups(problem: AttentionProblem, inputs: Inputs, num_entries: int, num_keys: int) -> Iterator[HeadGroup]:
+    """The heads to compute at a time: some for each thread, few enough for MASK_ELEMENTS, all that share masks."""
+    modifiers, group = inputs.modifiers or NO_MODIFIERS, problem.qhead_per_kvhead
+    _, ranges, positions, slopes, bias = modifiers[:5]
+    by_head = slopes is not None or any(t is not None and t.shape[-3] > 1 for t in (ranges, bias))
+    by_entry = (slopes is not None and slopes.dim() == 2) or any(
+        t is not None and t.shape[0] > 1 for t in (ranges, positions, bias)
+    )
+    at_once = MASK_ELEMENTS // max(1, min(ROWS, problem.seqlen_q) * num_keys)
     per_thread = -(-torch.get_num_threads() // group)
-    return max(per_thread, at_once)
+    heads = min(max(per_thread, at_once // group), problem.num_heads_kv) if by_head else problem.num_heads_kv
+    entries = max(1, at_once // (heads * group if by_head else 1)) if by_entry else num_entries
+    for b in range(0, num_entries, entries):
+        for h in range(0, problem.num_heads_kv, heads):
+            yield HeadGroup(slice(b, b + entries), slice(h, h + heads), group)
 
 
 class RowMasks:
@@ -72,7 +73,9 @@ class RowMasks:
         self.high: Tensor | None = None
         if self.hides_keys:
             self.low, self.high = self.modifiers.intervals()
-        self.num_rows = self.seqlen_q if has_bias_alone and not self.hides_keys else rows_of_block(problem)
+        self.num_rows = self.seqlen_q if has_bias_alone and not self.hides_keys else ROWS
+        self.window = problem.mask
+        self.is_band = not (problem.has_row_ranges or problem.has_bias)  # all depends on the distance alone
 
     def keys_of(self, queries: Range) -> Range | None:
         """From the first to the last key that one of these queries sees; all with `is_causal`. None: they see none."""
@@ -85,47 +88,76 @@ class RowMasks:
     def mask(self, queries: Range, keys: Range) -> Tensor | None:
         """(entries or 1, query heads or 1, queries or 1, keys or 1), beside `is_causal`; None if it would be 0.
 
-        It is a view of the bias, or a buffer that the next mask overwrites.
+        It is a view of the bias or of `_band`, or a buffer that the next mask overwrites.
         """
-        modifiers, dtype = self.modifiers, self.scratch.dtype
+        modifiers = self.modifiers
         bias = None if modifiers.bias is None else modifiers.bias_tile(modifiers.bias, queries, keys)
-        parts = self._parts_with_hidden_keys(queries, keys)
-        if modifiers.slopes is None and not parts:
+        low, high = (None if t is None else t[..., slice(*queries)] for t in (self.low, self.high))
+        if modifiers.slopes is None and not _parts_with_hidden_keys(low, high, keys):
             return None if bias is None else self._as_operand(bias)
-        num_rows, num_keys = queries[1] - queries[0], keys[1] - keys[0]
-        sizes = [t.shape[:3] for t in (modifiers.slopes, bias, self.low if parts else None) if t is not None]
-        mask = self.scratch.empty("mask", *torch.broadcast_shapes(*sizes), num_rows, num_keys)
-        if modifiers.slopes is not None:
-            torch.mul(self._distance(queries, keys).expand_as(mask), -modifiers.slopes.to(dtype), out=mask)
+        if self.is_band:
+            first = self._last_row - queries[0] - self._band_columns[0]
+            return self._band[:, :, : queries[1] - queries[0], first + keys[0] : first + keys[1]]
+        positions = modifiers.positions[..., slice(*queries)] - modifiers.piece.first_key
+        return self._made(positions, low, high, bias, keys)
+
+    @property
+    def _last_row(self) -> int:
+        """The first row of the last block."""
+        return (self.seqlen_q - 1) // self.num_rows * self.num_rows
+
+    @property
+    def _band_columns(self) -> Range:
+        """The columns of `_band`. Column c of the block of rows from m on is its key c - (last_row - m)."""
+        left, right = self.window.window_left, self.window.window_right
+        end, first = self._last_row + self.seqlen_k, self._last_row + self.seqlen_k - self.seqlen_q
+        last = first + min(self.num_rows, self.seqlen_q) - 1
+        return (
+            0 if left is None else max(0, first - left),
+            end if right is None else min(end, last + right + 1),
+        )
+
+    @functools.cached_property
+    def _band(self) -> Tensor:
+        """The masks of all blocks, which differ in the columns alone: those of earlier blocks are further to the right."""
+        left, right = self.window.window_left, self.window.window_right
+        start, end = self._band_columns
+        first = self._last_row + self.seqlen_k - self.seqlen_q
+        positions = torch.arange(first, first + min(self.num_rows, self.seqlen_q)).view(1, 1, 1, -1)
+        low = torch.full_like(positions, start) if left is None else positions - left
+        high = torch.full_like(positions, end) if right is None else positions + right + 1
+        return self._made(positions, low.clamp(start, end), high.clamp(start, end), None, (start, end))
+
+    def _made(
+        self, positions: Tensor, low: Tensor | None, high: Tensor | None, bias: Tensor | None, keys: Range
+    ) -> Tensor:
+        """A mask in a buffer.
+
+        Args: positions, low, high: (entries or 1, kv heads or 1, qhead_per_kvhead or 1, queries), of the queries.
+        """
+        slopes, dtype = self.modifiers.slopes, self.scratch.dtype
+        sizes = [t.shape[:3] for t in (slopes, bias, low) if t is not None]
+        shape = *torch.broadcast_shapes(*sizes), positions.shape[-1], keys[1] - keys[0]
+        mask = self.scratch.empty("mask", *shape)
+        if slopes is not None:
+            j = torch.arange(shape[-1], dtype=dtype)
+            distance = self.scratch.empty("distance", *positions.shape, shape[-1])
+            torch.sub((positions[..., None] - keys[0]).to(dtype), j, out=distance).abs_()
+            torch.mul(distance.expand(shape), -slopes.to(dtype), out=mask)
             if bias is not None:
                 mask.add_(bias)
         elif bias is not None:
             mask.copy_(bias)
         else:
             mask.zero_()
-        for start, end in parts:
+        for start, end in _parts_with_hidden_keys(low, high, keys):
+            assert low is not None
+            assert high is not None
             j = torch.arange(start, end, dtype=dtype) + 0.5
-            low, high = (t[..., slice(*queries), None] for t in (self.low, self.high) if t is not None)
             # -inf where negative, else 0: a quarter of the time of comparisons and `where`
-            hidden = torch.minimum(j - low, high - j).mul_(torch.inf).clamp_(max=0.0)
+            hidden = torch.minimum(j - low[..., None], high[..., None] - j).mul_(torch.inf).clamp_(max=0.0)
             mask[..., start - keys[0] : end - keys[0]].add_(hidden)
         return _by_heads(mask)
-
-    def _parts_with_hidden_keys(self, queries: Range, keys: Range) -> list[Range]:
-        """The keys that some of the queries do not see, as up to two ranges; the others are seen by all."""
-        if self.low is None or self.high is None:
-            return []
-        start, end = int(self.low[..., slice(*queries)].max()), int(self.high[..., slice(*queries)].min())
-        if start >= end:
-            return [keys]
-        return [(a, b) for a, b in ((keys[0], start), (end, keys[1])) if a < b]
-
-    def _distance(self, queries: Range, keys: Range) -> Tensor:
-        """`ScoreModifiers.distance` in a buffer, in the dtype of scores."""
-        positions = self.modifiers.positions[..., slice(*queries), None] - self.modifiers.piece.first_key - keys[0]
-        j = torch.arange(keys[1] - keys[0], dtype=self.scratch.dtype)
-        distance = self.scratch.empty("distance", *positions.shape[:-1], len(j))
-        return torch.sub(positions.to(j.dtype), j, out=distance).abs_()
 
     def _as_operand(self, bias: Tensor) -> Tensor:
         """A tile of the bias in a dtype and an order that the operators take."""
@@ -143,12 +175,22 @@ def masks_of_whole(
     lengths = problem.seqlen_q, problem.seqlen_k
     if in_blocks or problem.is_packed or problem.has_seqused_k or problem.has_seqstart_k or problem.is_empty:
         return None
-    if heads_together(problem, inputs, lengths[1]) < problem.batch * problem.num_heads_kv:
+    group, *others = groups(problem, inputs, problem.batch, lengths[1])
+    if others:
         return None
-    group = HeadGroup(slice(0, problem.batch), slice(0, problem.num_heads_kv), problem.qhead_per_kvhead)
     masks = RowMasks(problem, inputs, sequences(problem, inputs)[0], group, scratch)
     is_whole = masks.num_rows >= lengths[0] and masks.keys_of((0, lengths[0])) == (0, lengths[1])
     return masks if is_whole else None
+
+
+def _parts_with_hidden_keys(low: Tensor | None, high: Tensor | None, keys: Range) -> list[Range]:
+    """The keys that some queries do not see, as up to two ranges; the others are seen by all."""
+    if low is None or high is None:
+        return []
+    start, end = max(keys[0], int(low.max())), min(keys[1], int(high.min()))
+    if start >= end:
+        return [keys]
+    return [(a, b) for a, b in ((keys[0], start), (end, keys[1])) if a < b]
 
 
 def _by_heads(mask: Tensor) -> Tensor:
