@@ -119,7 +119,7 @@ class RowMasks:
 
     @functools.cached_property
     def _band(self) -> Tensor:
-        """The masks of all blocks, which differ in the columns alone: those of earlier blocks are further to the right."""
+        """The masks of all blocks, which differ in their columns alone: earlier blocks read further to the right."""
         left, right = self.window.window_left, self.window.window_right
         start, end = self._band_columns
         first = self._last_row + self.seqlen_k - self.seqlen_q
