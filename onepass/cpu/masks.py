@@ -160,8 +160,9 @@ class RowMasks:
         return _by_heads(mask)
 
     def _as_operand(self, bias: Tensor) -> Tensor:
-        """A tile of the bias in a dtype and an order that the operators take."""
-        if bias.dtype not in (torch.float32, self.scratch.dtype, self.scratch.like.dtype):
+        """A tile of the bias in a dtype and an order that the operators take: the operands' own, or float32 with
+        operands of 16 bits. (With float64 operands they accept float32 as well, but read it as float64.)"""
+        if bias.dtype not in (self.scratch.dtype, self.scratch.like.dtype):
             bias = bias.to(self.scratch.dtype)
         if bias.shape[-1] > 1 and bias.stride(-1) != 1:
             bias = bias.contiguous()

@@ -1,5 +1,7 @@
 """Options that the backend `cpu` hands to torch's operators as masks; random calls are in tests/tiled."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -176,14 +178,20 @@ def test_rows_without_keys_under_a_causal_bias(dtype, count, monkeypatch):
     assert count == {"_forward": [1, 0], "_backward": [1, 0]}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_bias_of_another_dtype(dtype, count):
-    q, k, v = tensors(40, 40, torch.float32).values()
-    bias = torch.randn(1, 4, 40, 40).to(dtype)
-    for given in (bias, bias.mT.contiguous().mT, bias[:, :1, :, :1], torch.cat((bias, bias), -1)[..., ::2]):
-        mine, theirs = (onepass.attention(q, k, v, bias=given, backend=name) for name in ("cpu", "tiled"))
-        torch.testing.assert_close(mine, theirs)
-    assert count["_forward"][0] == 4
+@pytest.mark.parametrize(("dtype", "of_bias"), list(itertools.product(DTYPES, DTYPES)), ids=str)
+def test_a_bias_of_any_dtype(dtype, of_bias, count):
+    q, k, v = (t.requires_grad_() for t in tensors(40, 40, dtype).values())
+    bias = torch.randn(1, 4, 40, 40).to(of_bias)
+    results = {}
+    for name in ("cpu", "tiled"):
+        results[name] = []
+        for given in (bias, bias.mT.contiguous().mT, bias[:, :1, :, :1], torch.cat((bias, bias), -1)[..., ::2]):
+            out = onepass.attention(q, k, v, bias=given, backend=name)
+            results[name] += [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+    tolerances = {"rtol": 0.02, "atol": 0.05} if dtype.itemsize == 2 else {}
+    torch.testing.assert_close(results["cpu"], results["tiled"], **tolerances)
+    by_operator = 4 if dtype.itemsize > 2 else 3  # not the bias of one column
+    assert count == {"_forward": [by_operator, 0], "_backward": [4, 0]}
 
 
 @pytest.mark.parametrize(("left", "wanted"), [(None, False), (40, False), (39, True), (-3, True)])
