@@ -98,6 +98,18 @@ def test_dense_sequences(window):
     assert flops(lambda: call((3, 7))) == forward_flops(count) + backward_flops(count)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+def test_sequences_with_a_bias(window):
+    """Modifiers are counted like calls without them: a window is the only one that leaves out pairs."""
+
+    def call():
+        q, k, v = tensors(2, 5, keys=(2, 7), requires_grad=True)
+        onepass.attention(q, k, v, window=window, bias=torch.rand(1, 1, 5, 7)).sum().backward()
+
+    count = 2 * pairs(5, 7, window)
+    assert flops(call) == forward_flops(count) + backward_flops(count)
+
+
 def decode(window, filled=(3, 9), seqlen_q=2, seqlen_new=0, in_pages=False, causal=True, cu_seqlens_q=None):
     keys = (8, 4) if in_pages else (2, 16)
     q, k, v = tensors(*((5,) if cu_seqlens_q else (2, seqlen_q)), keys=keys)

@@ -168,7 +168,9 @@ def test_module_makes_longer_tables_when_it_needs_them():
     first = module(x[:, :5].clone())
     assert torch.equal(module(x.clone()), RotaryEmbedding(6)(x.clone()))
     assert torch.equal(module(x[:, :5].clone()), first)
+    module = RotaryEmbedding(6)
     assert module(x.bfloat16()).dtype == torch.bfloat16
+    assert torch.equal(module(x.clone()), RotaryEmbedding(6)(x.clone()))  # tables of 16 bits do not stay
 
 
 ROTARY_ARGUMENTS = ("x", "cos", "sin", "interleaved", "inplace", "seqlen_offsets", "cu_seqlens", "max_seqlen")

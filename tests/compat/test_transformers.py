@@ -353,6 +353,23 @@ def test_what_a_mask_keeps(monkeypatch):
     assert torch.equal(run(one, layers[1]), other)
 
 
+@pytest.mark.parametrize("option", ["scaling", "softcap"])
+def test_a_layer_with_an_option_of_its_own_repeats_no_call(option):
+    """Layers of a model need not be alike: GPT-2 may divide the scale by a layer's number."""
+    q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 9, 16)
+
+    def run(mask, value):
+        with torch.no_grad():
+            return attention_forward(Layer(), q, k, k, mask, **{option: value})[0]
+
+    def mask():
+        return ShortMask.make(Pattern(is_causal=True), lambda: None, (2, 1, 1, 9), torch.float32, "cpu")
+
+    together = mask()
+    for value in (0.5, 0.5, 2.0, 0.5):  # the first call of its kind is not repeated
+        assert torch.equal(run(together, value), run(mask(), value))
+
+
 @pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize(("name", "side"), [("llama", "left"), ("mistral", "holes"), ("gemma2", "right")])
 def test_padding_of_a_compiled_model(name, side, monkeypatch):

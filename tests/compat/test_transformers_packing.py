@@ -50,6 +50,15 @@ def test_positions_that_are_refilled(how):
     assert not any(torch.equal(*pair) for pair in zip(*expected.values(), strict=True))
 
 
+def test_positions_that_begin_at_another_number():
+    """Models such as RoBERTa count from the number behind that of padding."""
+    q, k = torch.randn(1, 4, SEQLEN, 8), torch.randn(1, 2, SEQLEN, 8)
+    out, moved = (
+        attention_forward(Layer(), q, k, k, None, position_ids=packed_positions() + first)[0] for first in (0, 2)
+    )
+    assert torch.equal(moved, out)
+
+
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_packed_by_position_ids(decoders, use_cache):
     eager, ours = decoders

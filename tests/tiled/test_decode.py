@@ -548,6 +548,9 @@ REFUSED = {
     "k_cache: expected no requires_grad where new keys are written to it in place": {
         "k_cache": torch.zeros(13, 16, 2, 8, requires_grad=True)
     },
+    "v_cache: expected no requires_grad where new keys are written to it in place": {
+        "v_cache": torch.zeros(13, 16, 2, 6, requires_grad=True)
+    },
     "num_splits: expected 1 to 256": {"num_splits": 0},
     "num_splits: expected an int or None, got 2.0": {"num_splits": 2.0},
     "split_size: expected a multiple of 64 keys, got 100": {"split_size": 100},

@@ -172,6 +172,15 @@ def test_verify_fails_if_an_error_is_over_its_budget(monkeypatch):
     assert "OVER BUDGET" in result.output
 
 
+def test_verify_fails_if_an_outlier_row_is_over_its_limit(monkeypatch):
+    rows = [table3.RmsError(name, 2e-2, None, None, limit) for name, limit in (("one", 1e-2), ("two", 3e-2))]
+    monkeypatch.setattr(cli_verify, "_options", lambda length: {})
+    monkeypatch.setattr(table3, "table3", lambda *arguments: rows)
+    result = invoke("verify", "--quick", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "1 of 2 rows are over their budget" in result.output
+
+
 def test_outliers_have_the_distribution_of_the_paper():
     drawn = table3.with_outliers(1024, torch.Generator().manual_seed(0))
     # variance of N(0, 1) + N(0, 100) Bernoulli(0.001): 1 + 0.1
