@@ -108,8 +108,15 @@ CACHE_LIMIT: Variable[int | None] = Variable(
     _num_bytes,
     None,
 )
+LOCAL_RANK: Variable[str] = Variable(
+    "LOCAL_RANK",
+    "set by torchrun; in training, rank 0 of a machine alone compiles kernels for other lengths",
+    "a number",
+    str,
+    "0",
+)
 LOG = _switch("ONEPASS_LOG", "print which backend computes each kind of call, read when onepass is imported", False)
 TUNED = _switch("ONEPASS_TUNED", "use the configurations that onepass tune found", True)
 VLLM = _switch("ONEPASS_VLLM", "replace the attention of vLLM on a CPU", False)
 
-ALL: tuple[Variable, ...] = (BACKEND, CACHE_DIR, CACHE_HOME, CACHE_LIMIT, LOG, TUNED, VLLM)
+ALL: tuple[Variable, ...] = (BACKEND, CACHE_DIR, CACHE_HOME, CACHE_LIMIT, LOCAL_RANK, LOG, TUNED, VLLM)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from .. import variables
 from ..kernels.config import LaunchConfig
 from ..problem import AttentionProblem
 from . import attention as dispatch
@@ -55,7 +55,7 @@ def compile_with_backward(
     if pool.num_early() < len(missing):
         here = next((request for request in missing if request.name in MAIN_OF_BACKWARD), None)
     are_behind = pool.compile_behind(request for request in missing if request is not here)
-    is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"  # of a machine: the ranks share a cache
+    is_first_rank = variables.LOCAL_RANK.read() == "0"  # the ranks of a machine share a cache
     if tuning is None and is_first_rank and pool.num_cpus() >= CPUS_FOR_OTHER_LENGTHS:
         at_others = (r for other in at_other_lengths(problem) for r in _requests(name, other, None))
         own = {request.kernel for request in requests}
