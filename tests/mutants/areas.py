@@ -50,7 +50,12 @@ CHECKS = (
 DECODING = ("tests/tiled/test_decode.py", "tests/tiled/test_decode_e4m3.py", "tests/api/test_decode_calls.py")
 FP8 = ("tests/tiled/test_quantized.py", "tests/validation/test_validation_fp8.py")
 OPERATORS = ("tests/api/test_ops.py", "tests/api/test_fast_path.py")
-DISPATCH = ("tests/dispatch/test_dispatch.py", "tests/launch/test_tuned.py", "tests/compiler/test_warmup.py")
+DISPATCH = (
+    "tests/dispatch/test_dispatch.py",
+    "tests/dispatch/test_ahead.py",
+    "tests/launch/test_tuned.py",
+    "tests/compiler/test_warmup.py",
+)
 ELEMENTS = ("tests/device/test_elements_in_python.py",)
 MODIFIERS = (*ELEMENTS, "tests/device/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
 BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py")
@@ -92,6 +97,7 @@ COMPILER = (
     "tests/compiler/test_kernel_sources.py",
     "tests/compiler/test_cpu.py",
     "tests/compiler/test_pool.py",
+    "tests/launch/test_tuned.py",
     "tests/tools/test_cli.py",
 )
 
@@ -208,7 +214,15 @@ AREAS = (
             ),
         ),
     ),
-    Area("cpu", (Group(("onepass/cpu/*.py",), ("tests/cpu/test_regions.py", "tests/cpu/test_cpu_backend.py")),)),
+    Area(
+        "cpu",
+        (
+            Group(
+                ("onepass/cpu/*.py",),
+                ("tests/cpu/test_regions.py", "tests/cpu/test_masks.py", "tests/cpu/test_cpu_backend.py"),
+            ),
+        ),
+    ),
     Area(
         "integer formulas",
         (
@@ -259,7 +273,7 @@ AREAS = (
             Group(("onepass/kernels/device/memory_bound/merge.py",), DECODE, "merge or splits"),
             Group(
                 ("onepass/kernels/device/memory_bound/append.py",),
-                (*ELEMENTS, *DECODE),
+                (*ELEMENTS, *DECODE, "tests/device/test_decode_e4m3_values.py"),
                 "rotations or append or bad_lengths",
             ),
             Group(
@@ -270,7 +284,10 @@ AREAS = (
                 ),
                 BACKWARD,
             ),
-            Group(("onepass/kernels/device/memory_bound/query_bounds.py",), BOUNDS[1:]),
+            Group(
+                ("onepass/kernels/device/memory_bound/query_bounds.py",),
+                (*BOUNDS[1:], "tests/device/test_sm80_modifiers.py"),
+            ),
             Group(
                 (
                     "onepass/kernels/device/blocks/softmax/modifiers.py",
@@ -324,7 +341,10 @@ AREAS = (
     Area(
         "distributed",
         (
-            Group(("onepass/distributed/decode.py",), ("tests/distributed/test_decode_on_ranks.py",)),
+            Group(
+                ("onepass/distributed/decode.py",),
+                ("tests/distributed/test_decode_on_ranks.py", "tests/distributed/test_disagreements.py"),
+            ),
             Group(("onepass/distributed/agreement.py",), ("tests/distributed/test_disagreements.py",)),
             Group(
                 ("onepass/distributed/cost.py",),
@@ -338,6 +358,7 @@ AREAS = (
                     "tests/distributed/test_layouts.py",
                     "tests/distributed/test_random_calls_on_ranks.py",
                     "tests/distributed/test_ranks.py",
+                    "tests/distributed/test_disagreements.py",
                 ),
             ),
         ),
