@@ -34,7 +34,7 @@ def test_a_line_for_each_problem():
     assert run("1") == [
         f"onepass: forward by cpu: {problem}",
         f"onepass: backward by cpu: {problem}",
-        "onepass: attention over a cache by tiled: float32, batch 1, seqlen 1 x 9, heads 4/2, head_dim 8, "
+        "onepass: attention over a cache by cpu: float32, batch 1, seqlen 1 x 9, heads 4/2, head_dim 8, "
         "window (3, 0), seqused_k",
     ]
 
