@@ -79,7 +79,7 @@ FORWARD_SM90 = (
         "overlap_gemm_softmax",
         False,
         "no GEMM/softmax overlap in a warpgroup",
-        {"overlap_tiles": False, "score_buffers": 1, "rescale_beside_qk": False, "softmax_before_wait": False},
+        {"overlap_tiles": False, "score_buffers": 1},
         paper=PaperRow("No GEMM-Softmax Pipelining, Warp-Specialization", 582.0),
     ),
     Switch(
@@ -96,15 +96,11 @@ FORWARD_SM90 = (
     Switch("dynamic_tiles", False, "static order of tiles"),
     Switch("longest_first", False, "not the longest tiles first", matters=_has_growing_tiles),
     Switch("rescale_threshold", 0.0, "rescaling in every step"),
-    Switch("rescale_beside_qk", False, "rescaling before QK^T"),
-    Switch("softmax_before_wait", False, "softmax free to sink below the wait"),
     Switch("q_stages", 1, "one buffer for Q"),
     Switch("num_stages", 2, "two buffers each for K and V"),
     Switch("v_stages", 0, "as many buffers for V as for K"),
     Switch("cluster_size", 1, "each thread block loads its own K and V"),
     Switch("pack_gqa", False, "each query head in tiles of its own"),
-    Switch("q_in_registers", False, "Q read from shared memory"),
-    Switch("exp2_fma_period", 0, "all exponentials on the MUFU"),
 )
 # Fields that choose a size have no "without".
 _SIZES = frozenset({"tile_m", "tile_n", "num_warpgroups"})
@@ -179,7 +175,6 @@ ROAD_SM80 = (
             "fold_scale": False,
             "q_in_registers": False,
             "rescale_threshold": 0.0,
-            "exp2_fma_period": 0,
             "longest_first": False,
             "pack_gqa": False,
         },

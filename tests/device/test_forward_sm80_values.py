@@ -323,9 +323,6 @@ def test_float32_over_many_keys():
     call = call_of(64, 64, 16, 600, heads=(1, 1), dtype=FLOAT32, causal=True)
     call.tensors["v"].abs_()
     check(call)
-    stays = replace(heuristics_sm80.forward_config_sm80(problem_of(call)[0], ARCH), fresh_sums=False)
-    with pytest.raises(AssertionError, match="out: max error"):
-        check(call, stays)
 
 
 def shifted(t: torch.Tensor, count: int) -> torch.Tensor:

@@ -197,11 +197,7 @@ def test_what_the_kernel_does_not_take(question, message):
             ForwardConfigSm90(tile_n=128, rescale_threshold=8.0),
             r"rescale_threshold: expected 0 to 3.8 in FP8, .* got 8.0",
         ),
-        (ForwardConfigSm90(tile_n=128, score_buffers=2), r"q_in_registers, score_buffers: expected False and 1 in FP8"),
-        (
-            ForwardConfigSm90(tile_n=64, q_in_registers=True),
-            r"q_in_registers, score_buffers: expected False and 1 in FP8",
-        ),
+        (ForwardConfigSm90(tile_n=128, score_buffers=2), "score_buffers: expected 1 in FP8"),
         (
             ForwardConfigSm90(tile_n=64, transposes_v=True, cluster_size=2),
             "transposes_v: it needs warp_specialized and cluster_size=1",

@@ -95,25 +95,21 @@ def decode():
 
 
 @pytest.mark.sampled(quick=0, slow=2)
-@pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize(
     "kernel",
     [functools.partial(forward, "64 to 1024"), functools.partial(forward, "128 causal to 4096"), forward_fp8, decode],
     ids=["64", "128 causal", "fp8", "decode"],
 )
-def test_forward_softmax_and_the_wait_for_pv(kernel, is_held):
-    """In the loop of tiles whose maximum may grow, which waits in one more place: with softmax_before_wait all
-    exponentials stand above the wait for P V; else ptxas leaves at most a fifth there."""
+def test_forward_softmax_and_the_wait_for_pv(kernel):
+    """In the loop of tiles whose maximum may grow, which waits in one more place, ptxas leaves at most a quarter of the
+    exponentials above the wait for P V. Held there they made no kernel faster: P V is over when the softmax is."""
     asked, config, order_of_kernel = kernel()
     assert config.overlap_gemm_softmax
-    assert not config.softmax_before_wait  # faster, see forward_sm90.md: P V is over by then
-    order = order_of_kernel(asked, replace(config, softmax_before_wait=is_held))
-    loops = re.findall(r"wait 1, wait 0, ex2 (\d+), wait 0(?:, ex2 (\d+))?", order)
+    loops = re.findall(r"wait 1, wait 0, ex2 (\d+), wait 0, ex2 (\d+)", order_of_kernel(asked, config))
     assert loops
     for above, below in loops:
-        assert int(above) + int(below or 0) >= config.tile_n // 2
-        assert (int(below or 0) == 0) == is_held
-        assert is_held or int(above) < 0.25 * (int(above) + int(below))
+        assert int(above) + int(below) >= config.tile_n // 2
+        assert int(above) < 0.25 * (int(above) + int(below))
 
 
 @pytest.mark.sampled(quick=0, slow=1)

@@ -288,7 +288,7 @@ def test_scales_that_differ_much():
         ForwardConfigSm90(tile_n=192, q_stages=2),
         ForwardConfigSm90(tile_n=32, rescale_threshold=0.8),
         ForwardConfigSm90(tile_n=96, rescale_threshold=1.8, num_warpgroups=3),
-        ForwardConfigSm90(tile_n=128, rescale_threshold=0.8, softmax_before_wait=True),
+        ForwardConfigSm90(tile_n=128, rescale_threshold=0.8),
         ForwardConfigSm90(tile_n=160, rescale_threshold=3.8, dynamic_tiles=True),
         ForwardConfigSm90(tile_n=224, rescale_threshold=0.8),
         ForwardConfigSm90(tile_n=128, cluster_size=2),

@@ -78,7 +78,7 @@ class Softmax:
         thread = cute.arch.thread_idx()[0]
         columns = self.tile_n // 4
         scores = Scores(Float32(SCALE_LOG2), Float32(TANH_SCALE) if self.has_softcap else None)
-        softmax = fp8.ScaledSoftmax(scores, self.threshold, 0, self.tile_n)
+        softmax = fp8.ScaledSoftmax(scores, self.threshold, self.tile_n)
         keys = fp8.KeyScales(self.tile_n)
         s = cute.make_rmem_tensor((2, columns), Float32)
         acc_o = cute.make_rmem_tensor((2, 1), Float32)

@@ -172,12 +172,8 @@ def test_every_switch_of_the_hopper_kernel_is_named():
     """A field without a row of its own still gets one, but under the field's name."""
     every = {
         "num_stages": 3,
-        "q_in_registers": True,
         "rescale_threshold": 8.0,
-        "exp2_fma_period": 4,
         "score_buffers": 2,
-        "rescale_beside_qk": True,
-        "softmax_before_wait": True,
         "dynamic_tiles": True,
         "q_stages": 2,
         "v_stages": 2,

@@ -15,6 +15,7 @@ from onepass.api import fast_path
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
+from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import forward_sm90 as launch
 
@@ -128,7 +129,6 @@ DOES_NOT_FIT = [
     ({"tile_n": 128, "num_stages": 9}, r"shared memory: .* needs 623616 bytes, a thread block has 232448"),
     ({"tile_n": 128, "rescale_threshold": 16.0}, r"rescale_threshold: expected 0 to 15, .*, got 16.0"),
     ({"tile_n": 128, "rescale_threshold": float("nan")}, r"rescale_threshold: expected 0 to 15, .*, got nan"),
-    ({"tile_n": 128, "exp2_fma_period": -1}, r"exp2_fma_period: expected 0 \(none\) or more, got -1"),
 ]
 
 
@@ -147,9 +147,7 @@ def test_what_does_not_fit_is_refused(configs, fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"q_in_registers": True}, "q_in_registers, score_buffers: expected False and 1 in float32"),
-        ({"score_buffers": 2, "tile_n": 128}, "q_in_registers, score_buffers: expected False and 1 in float32"),
-        ({"exp2_fma_period": 8}, r"exp2_fma_period: expected 0 in float32 \(a cubic\), got 8"),
+        ({"score_buffers": 2, "tile_n": 128}, "score_buffers: expected 1 in float32"),
         ({"tile_n": 128}, r"shared memory: .* needs 328704 bytes, a thread block has 232448"),
         ({"num_warpgroups": 3}, r"registers: ForwardConfigSm90\(.* needs 1\d\d for S, P and O, a thread has 160"),
     ],
@@ -175,3 +173,17 @@ def test_a_backend_without_kernels_takes_none(configs):
         with pytest.raises(NotImplementedError, match="tuning: backend tiled takes none, expected None"):
             onepass.attention(*tensors, **call, tuning=CONFIG)
         assert not onepass.supports(*tensors, **call, tuning=CONFIG).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (ForwardConfigSm90, "tile_n=64 q_in_registers=False exp2_fma_period=0 softmax_before_wait=False"),
+        (ForwardConfigSm80, "tile_n=64 exp2_fma_period=0 fresh_sums=True"),
+    ],
+)
+def test_texts_with_fields_that_were_removed(kind, text):
+    """They are read where kernels do what the field says, and refused where they do not."""
+    assert kind.from_text(text) == kind(tile_n=64)
+    with pytest.raises(ValueError, match="exp2_fma_period: expected 0, the one value that kernels have now"):
+        kind.from_text(text.replace("period=0", "period=4"))

@@ -50,6 +50,8 @@ class LaunchConfig:
     # All fields as "name=value ...", which is how a torch operator takes a configuration. Not a field, and made at
     # once: torch.compile can read it from a configuration that exists already, but not put it together.
     text: ClassVar[str]
+    # Fields that an earlier version had, with the value that all kernels have now: texts that hold them are still read.
+    removed: ClassVar[dict[str, object]] = {}
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -63,8 +65,15 @@ class LaunchConfig:
 
     @classmethod
     def from_text(cls: type[Config], text: str) -> Config:
-        """The configuration whose `text` this is."""
-        return cls(**{name: literal_eval(value) for name, value in (pair.split("=") for pair in text.split())})
+        """The configuration whose `text` this is.
+
+        Raises: ValueError for a field that was removed, with another value than kernels have now.
+        """
+        values = {name: literal_eval(value) for name, value in (pair.split("=") for pair in text.split())}
+        for name, value in cls.removed.items():
+            if values.pop(name, value) != value:
+                raise ValueError(f"{name}: expected {value!r}, the one value that kernels have now, got {text!r}")
+        return cls(**values)
 
     def check(self, problem: AttentionProblem, arch: str) -> None:
         """Whether a launch of this problem can have this configuration on a GPU of this architecture.

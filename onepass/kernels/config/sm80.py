@@ -51,13 +51,10 @@ class ForwardConfigSm80(LaunchConfig):
         q_in_registers: hold Q in registers instead of reading it from shared memory in every step; of 16-bit types.
         rescale_threshold: powers of two that a row maximum may outgrow its reference by before acc_o is rescaled;
             0 = rescale in every step.
-        exp2_fma_period: every so many-th exponential goes to the FMA pipe as a cubic, too coarse for float32; 0 = none.
         fold_scale: softmax_scale is part of the exponent's factor, one FMA a score; else scores are multiplied first.
         longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
         fragments_ahead: of 16-bit types: ldmatrix of a k-step stands before the mma of the step before; else those of
             all steps before the first mma (the assembler may move them, within its registers).
-        fresh_sums: of float32: sums of 16 terms leave the tensor cores, which cut off, and are added up by the FMA
-            pipe, which rounds; else S and O stay in the tensor cores.
         pack_gqa: the query heads of one kv head share a tile, see geometry/pack_gqa.py.
         vector_bytes: 16, 8, 4 or 2 of a copy from and to global memory; not a choice but what addresses, strides and
             head dims are multiples of.
@@ -71,13 +68,13 @@ class ForwardConfigSm80(LaunchConfig):
     swizzle: bool = True
     q_in_registers: bool = True
     rescale_threshold: float = 0.0
-    exp2_fma_period: int = 0
     fold_scale: bool = True
     longest_first: bool = True
     fragments_ahead: bool = True
-    fresh_sums: bool = True
     pack_gqa: bool = False
     vector_bytes: int = 16
+
+    removed: ClassVar[dict[str, object]] = {"exp2_fma_period": 0, "fresh_sums": True}
 
     @property
     def num_threads(self) -> int:
@@ -121,7 +118,7 @@ class ForwardConfigSm80(LaunchConfig):
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         s, q = self.tile_n // 2, d // 4 if self.q_in_registers else 0
         # P in 16 bits beside S; in float32 in its place, and beside it the sums of 32 columns
-        p = s // 2 if problem.dtype.itemsize == 2 else 16 * self.fresh_sums
+        p = s // 2 if problem.dtype.itemsize == 2 else 16
         return self.m_tiles * (s + p + dv // 2 + q)
 
     def check(self, problem: AttentionProblem, arch: str) -> None:
@@ -158,17 +155,12 @@ class ForwardConfigSm80(LaunchConfig):
         if not 0 <= self.rescale_threshold <= MAX_RESCALE_THRESHOLD:
             expected = f"0 to {MAX_RESCALE_THRESHOLD:g}, or probabilities outgrow float16"
             raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
-        if self.exp2_fma_period < 0:
-            raise UnsupportedError(f"exp2_fma_period: expected 0 (none) or more, got {self.exp2_fma_period}")
         if self.group(problem) > self.tile_m:
             raise UnsupportedError(
                 f"pack_gqa: expected up to tile_m = {self.tile_m} query heads a kv head, got {self.group(problem)}"
             )
-        if element_bytes == 4 and (self.exp2_fma_period or self.q_in_registers):
-            raise UnsupportedError(
-                f"exp2_fma_period, q_in_registers: expected 0 and False for float32, got {self.exp2_fma_period} and"
-                f" {self.q_in_registers}"
-            )
+        if element_bytes == 4 and self.q_in_registers:
+            raise UnsupportedError("q_in_registers: expected False for float32, got True")
         needed, available = self.smem_bytes(problem), SMEM_BYTES_BY_ARCH[arch]
         if needed > available:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {available}")

@@ -51,7 +51,6 @@ class ForwardConfigSm90(LaunchConfig):
         num_stages: buffers for K and V, see v_stages.
         v_stages: buffers for V if they are not as many as those for K; 0 = num_stages.
         q_stages: buffers for Q; with 2 the next tile's Q is loaded while this one is still in use.
-        q_in_registers: hold Q in registers instead of reading it from shared memory for every QK^T.
         warp_specialized: a producer warp issues all loads and gives its warpgroup's registers to the consumers; else a
             consumer warp issues them between its own steps.
         overlap_gemm_softmax: 2-stage pipelining inside a warpgroup: QK^T of the next keys runs during this softmax.
@@ -59,11 +58,8 @@ class ForwardConfigSm90(LaunchConfig):
         pingpong: warpgroups take turns with the tensor cores, so that one's softmax hides behind another's GEMMs.
         rescale_threshold: powers of two that a row maximum may outgrow its reference by before acc_o is rescaled;
             0 = rescale in every step.
-        exp2_fma_period: every so many-th exponential goes to the FMA pipe as a cubic; 0 = none.
         score_buffers: 1, or 2 = 3-stage pipelining: a step's keys in two halves, each with its accumulator of scores;
             the QK^T of one half runs during the softmax of the other.
-        rescale_beside_qk: rescale acc_o after the next QK^T has been issued instead of before it.
-        softmax_before_wait: keep the assembler from moving exponentials behind the wait for PV.
         longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
         cluster_size: thread blocks that share their loads of K and V (TMA multicast): neighbouring m_blocks of a head,
             step by step in the same key block.
@@ -84,16 +80,12 @@ class ForwardConfigSm90(LaunchConfig):
     num_stages: int = 2
     v_stages: int = 0
     q_stages: int = 1
-    q_in_registers: bool = False
     warp_specialized: bool = True
     overlap_gemm_softmax: bool = True
     overlap_tiles: bool = True
     pingpong: bool = True
     rescale_threshold: float = 0.0
-    exp2_fma_period: int = 0
     score_buffers: int = 1
-    rescale_beside_qk: bool = False
-    softmax_before_wait: bool = False
     longest_first: bool = True
     cluster_size: int = 1
     dynamic_tiles: bool = False
@@ -101,6 +93,13 @@ class ForwardConfigSm90(LaunchConfig):
     two_level_sums: bool = False
     pv_columns: int = 0
     transposes_v: bool = False
+
+    removed: ClassVar[dict[str, object]] = {
+        "q_in_registers": False,
+        "exp2_fma_period": 0,
+        "rescale_beside_qk": False,
+        "softmax_before_wait": False,
+    }
 
     @property
     def tile_m(self) -> int:
@@ -142,15 +141,15 @@ class ForwardConfigSm90(LaunchConfig):
         return problem.dtype.itemsize * (q + kv) + 1024
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
-        """Registers of a consumer thread for S, P, O (and Q): the rest is left for addresses and the softmax."""
-        d, dv = head_dim_tile(problem.head_dim), head_dim_tile(value_columns(problem))
+        """Registers of a consumer thread for S, P, O: the rest is left for addresses and the softmax."""
+        dv = head_dim_tile(value_columns(problem))
         p = self.tile_n * problem.dtype.itemsize // (8 * self.score_buffers)
         s, pv = self.tile_n // 2, 0
         if self.two_level_sums:
             pv = (self.pv_columns or dv) // 2
         # without overlap S is gone when P V comes
         s_and_pv = s + pv if self.overlap_gemm_softmax else max(s, pv)
-        return s_and_pv + p + dv // 2 + (d // 4 if self.q_in_registers else 0)
+        return s_and_pv + p + dv // 2
 
     def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
@@ -169,8 +168,6 @@ class ForwardConfigSm90(LaunchConfig):
             raise UnsupportedError("stages: overlap_gemm_softmax needs 2 for K and V, got 1")
         if self.overlap_tiles and not (self.overlap_gemm_softmax or self.two_level_sums):
             raise UnsupportedError("overlap_tiles: needs overlap_gemm_softmax or two_level_sums")
-        if self.rescale_beside_qk and not self.overlap_gemm_softmax:
-            raise UnsupportedError("rescale_beside_qk: needs overlap_gemm_softmax")
         if not self.warp_specialized and least < 2:
             raise UnsupportedError(
                 "stages: without warp_specialized K and V need 2, got 1: the next ones are loaded early"
@@ -182,8 +179,6 @@ class ForwardConfigSm90(LaunchConfig):
         if not 0 <= self.rescale_threshold <= MAX_RESCALE_THRESHOLD:
             expected = f"0 to {MAX_RESCALE_THRESHOLD:g}, or probabilities outgrow float16"
             raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")
-        if self.exp2_fma_period < 0:
-            raise UnsupportedError(f"exp2_fma_period: expected 0 (none) or more, got {self.exp2_fma_period}")
         if self.cluster_size not in (1, 2):
             raise UnsupportedError(f"cluster_size: expected 1 or 2, got {self.cluster_size}")
         if self.cluster_size > 1 and (self.dynamic_tiles or problem.is_packed):
@@ -234,17 +229,15 @@ class ForwardConfigSm90(LaunchConfig):
 
     def _check_float32(self) -> None:
         """The demands of float32's two halves on the other choices."""
-        if self.q_in_registers or self.score_buffers != 1:
-            raise UnsupportedError("q_in_registers, score_buffers: expected False and 1 in float32")
-        if self.exp2_fma_period:
-            raise UnsupportedError(f"exp2_fma_period: expected 0 in float32 (a cubic), got {self.exp2_fma_period}")
+        if self.score_buffers != 1:
+            raise UnsupportedError("score_buffers: expected 1 in float32")
 
     def _check_fp8(self) -> None:
         """The demands of the GEMMs and scales of FP8 on the other choices."""
         if self.tile_n % 32:
             raise UnsupportedError(f"tile_n: expected a multiple of 32 in FP8, got {self.tile_n}")
-        if self.q_in_registers or self.score_buffers != 1:
-            raise UnsupportedError("q_in_registers, score_buffers: expected False and 1 in FP8")
+        if self.score_buffers != 1:
+            raise UnsupportedError("score_buffers: expected 1 in FP8")
         if self.rescale_threshold > MAX_RESCALE_THRESHOLD_FP8:
             expected = f"0 to {MAX_RESCALE_THRESHOLD_FP8:g} in FP8, or P has no room below its largest value"
             raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")

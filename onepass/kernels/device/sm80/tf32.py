@@ -146,25 +146,23 @@ def groups(count: int) -> list[tuple[int, int]]:
     return [(first, min(VECTOR, count - first)) for first in range(0, count, VECTOR)]
 
 
-def add_products(
-    tiled_mma: cute.TiledMma, a: Limbs, b: Limbs, acc: cute.Tensor, first: int, count: int, fresh_sums: bool = True
-):
-    """acc += a b, for `count` blocks of 8 columns from block `first` on."""
+def add_products(tiled_mma: cute.TiledMma, a: Limbs, b: Limbs, acc: cute.Tensor, first: int, count: int):
+    """acc += a b, for `count` blocks of 8 columns from block `first` on.
+
+    The sums of 16 terms leave the tensor cores, which cut off what they add, and are added up by the FMA pipe.
+    """
     m_tiles, stride = cute.size(acc, mode=[1]), acc.layout.stride
     layout = cute.make_layout(((2, 2), m_tiles, count), stride=stride)
     acc = cute.make_tensor(acc.iterator + first * stride[2], layout)
-    sums = acc
-    if fresh_sums:
-        sums = cute.make_rmem_tensor(((2, 2), m_tiles, count), Float32)
-        sums.fill(0.0)
+    sums = cute.make_rmem_tensor(((2, 2), m_tiles, count), Float32)
+    sums.fill(0.0)
     for step in range(STEPS):
         cute.gemm(tiled_mma, sums, a.low[step], b.high[step], sums)
         cute.gemm(tiled_mma, sums, a.high[step], b.low[step], sums)
     for step in range(STEPS):
         cute.gemm(tiled_mma, sums, a.high[step], b.high[step], sums)
-    if fresh_sums:
-        for j in range(count):
-            for m in range(m_tiles):
-                for v in range(4):
-                    at = (v % 2, v // 2), m, j
-                    acc[at] = acc[at] + sums[at]
+    for j in range(count):
+        for m in range(m_tiles):
+            for v in range(4):
+                at = (v % 2, v // 2), m, j
+                acc[at] = acc[at] + sums[at]

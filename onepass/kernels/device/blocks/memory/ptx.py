@@ -226,24 +226,11 @@ def quotient(a: Float32, b: Float32) -> Float32:
 
 
 @cute.jit
-def order_after(a: Float32, b: Float32):
-    """Keep what follows in the program after the sums a and b (>= 0 or NaN) and all of their terms.
+def order_after_words(words: cute.Tensor):
+    """Keep what follows in the program after these words, each of them two 16-bit values >= 0.
 
     Pure arithmetic has no order with respect to waits. An instruction with a side effect has; the one here is never
-    executed, and its predicate depends on a and b.
-    """
-    cute.arch.inline_ptx(
-        "{ .reg .pred p; .reg .f32 s; .reg .b32 a; add.f32 s, {$r0}, {$r1}; setp.lt.f32 p, s, 0f00000000;"
-        " mov.b32 a, s; @p st.volatile.shared.f32 [a], s; }",
-        read_only_args=[a, b],
-    )
-
-
-@cute.jit
-def order_after_words(words: cute.Tensor):
-    """Keep what follows in the program after these words, each of them two 16-bit values >= 0; see `order_after`.
-
-    A NaN from an exponential has no sign either (0x7fff), so the store is never executed.
+    executed, and its predicate depends on all words. A NaN from an exponential has no sign either (0x7fff).
     """
     either = words[0]
     for i in cutlass.range_constexpr(1, cute.size(words)):
@@ -283,33 +270,6 @@ def power_below(x: Float32) -> tuple:
     """
     exponent = bits(x) >> 23
     return (exponent - 127).to(Float32), (254 - exponent << 23).bitcast(Float32)
-
-
-# 2^f on [0, 1) by a cubic in f, lowest coefficient first, c0 = 1 exactly; relative error 8.6e-5, which is 1/45 of a
-# bf16 rounding of P (2^-8) and 1/5 of an fp16 one.
-EXP2_CUBIC = (1.0, 0.69511613, 0.22764791, 0.07706437)
-
-
-@cute.jit
-def exp2_on_fma_pipe(x: Float32) -> Float32:
-    """2^x for x <= 127 without the special function unit (16 exponentials a clock against 128 FMAs).
-
-    x = i + f with i = floor(x): i goes into the exponent bits, f through the cubic.
-    """
-    x = cute.arch.fmax(x, Float32(-127.0))
-    # adding 1.5 * 2^23 rounded down leaves floor(x) in the low mantissa bits
-    shifted = cute.arch.inline_ptx(
-        "add.rm.ftz.f32 {$w0}, {$r0}, 0f4B400000;", write_only_types=[Float32], read_only_args=[x]
-    )
-    fraction = x - (shifted - 12582912.0)
-    power = Float32(EXP2_CUBIC[3])
-    for c in cutlass.range_constexpr(3):
-        power = power * fraction + EXP2_CUBIC[2 - c]
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 i; shl.b32 i, {$r0}, 23; add.s32 {$w0}, i, {$r1}; }",
-        write_only_types=[Float32],
-        read_only_args=[bits(shifted), bits(power)],
-    )
 
 
 @cute.jit

@@ -24,7 +24,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from .....geometry.integers import maximum
-from ..memory.ptx import bits, exp2_on_fma_pipe
+from ..memory.ptx import bits
 from ..memory.untraced import Untraced
 from .sinks import weight_of_sink
 
@@ -45,13 +45,11 @@ class OnlineSoftmax(Untraced):
     Args:
         scale_log2: softmax_scale * log2(e), positive.
         rescale_threshold: powers of two that a score may outgrow its row's reference by; 0 = always follow the maximum.
-        exp2_fma_period: n: every n-th exponential is computed on the FMA pipe; 0: none is.
     """
 
-    def __init__(self, scale_log2: Float32, rescale_threshold: float, exp2_fma_period: int):
+    def __init__(self, scale_log2: Float32, rescale_threshold: float):
         self.scale_log2 = scale_log2
         self.rescale_threshold = rescale_threshold
-        self.exp2_fma_period = exp2_fma_period
         self.row_max = cute.make_rmem_tensor((ROWS,), Float32)
         self.row_sum = cute.make_rmem_tensor((ROWS,), Float32)
         # the factor of acc_o before the next P V is added to it
@@ -184,16 +182,10 @@ class OnlineSoftmax(Untraced):
         sums = [[Float32(0.0), Float32(0.0)] for _ in range(ROWS)]
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                p = self.exp2(scores[r, c] * self.scale_log2 - self.reference[r], c)
+                p = cute.math.exp2(scores[r, c] * self.scale_log2 - self.reference[r], fastmath=True)
                 scores[r, c] = p
                 sums[r][c % 2] = p if c < 2 else sums[r][c % 2] + p
             self.row_sum[r] = self.row_sum[r] + (sums[r][0] + sums[r][1])
-
-    @cute.jit
-    def exp2(self, x: Float32, c: cutlass.Constexpr[int]) -> Float32:
-        if cutlass.const_expr(self.exp2_fma_period > 0 and c % self.exp2_fma_period == self.exp2_fma_period - 1):
-            return exp2_on_fma_pipe(x)
-        return cute.math.exp2(x, fastmath=True)
 
     @cute.jit
     def rescale(self, acc_o: cute.Tensor):

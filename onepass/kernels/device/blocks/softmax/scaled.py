@@ -138,11 +138,10 @@ class ScaledSoftmax(OnlineSoftmax):
         self,
         scores: Scores,
         rescale_threshold: float,
-        exp2_fma_period: int,
         tile_n: int,
         p_dtype: torch.dtype = torch.float8_e4m3fn,
     ):
-        super().__init__(Float32(1.0), rescale_threshold, exp2_fma_period)
+        super().__init__(Float32(1.0), rescale_threshold)
         self.scale_log2 = 1.0  # a constant: multiplications with it vanish
         self.scores = scores
         self.input_dtype = Float32 if p_dtype == torch.float16 else None  # for `soft_cap`: float32 in halves
@@ -244,7 +243,7 @@ class ScaledSoftmax(OnlineSoftmax):
                 sums = [Float32(0.0), Float32(0.0)]
                 for i in cutlass.range_constexpr(self.columns):
                     c = g * self.columns + i
-                    p = self.exp2(scores[r, c] * self.multiplier[r, g] + shift, c)
+                    p = cute.math.exp2(scores[r, c] * self.multiplier[r, g] + shift, fastmath=True)
                     scores[r, c] = p
                     sums[i % 2] = p if i < 2 else sums[i % 2] + p
                 self.row_sum[r] = self.row_sum[r] + (sums[0] + sums[1]) * self.v_inverse[g]

@@ -86,7 +86,7 @@ class GemmsFloat32(Untraced):
         return limbs
 
     def _add_products(self, a: Limbs, b: Limbs, acc: cute.Tensor, first: int, count: int):
-        tf32.add_products(self.tiled_mma, a, b, acc, first, count, self.config.fresh_sums)
+        tf32.add_products(self.tiled_mma, a, b, acc, first, count)
 
     @cute.jit
     def store_rows(

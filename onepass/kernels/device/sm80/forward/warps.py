@@ -85,9 +85,7 @@ class Warps(Untraced):
         # the factor of scores in the exponent; unless it is folded, scores are scaled before
         self.natural_scale = scores.scale_log2 * LN2
         scale_log2 = scores.scale_log2 if config.fold_scale else Float32(1.0 / LN2)
-        self.softmax = [
-            OnlineSoftmax(scale_log2, config.rescale_threshold, config.exp2_fma_period) for _ in range(self.m_tiles)
-        ]
+        self.softmax = [OnlineSoftmax(scale_log2, config.rescale_threshold) for _ in range(self.m_tiles)]
 
     # ---------------------------------------------------------------- scores
 

@@ -27,7 +27,6 @@ from .....geometry.integers import minimum
 from .....geometry.splits import blocks_within
 from .....geometry.tile_scheduler import LANES
 from ...blocks.memory.layouts import rows_and_columns
-from ...blocks.memory.ptx import order_after
 from .producer import as_producer
 from .tile import Tile, after
 from .warpgroup import Warpgroup
@@ -305,7 +304,6 @@ class Consumer(Warpgroup):
         self.update_softmax(0, is_masked)
         self.drop(tile, n_block, 0)
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
-            self.keep_softmax_above()
             warpgroup.wait_group(0)
             self.finish_pv(v_state)
         self.next_p(0)
@@ -343,7 +341,6 @@ class Consumer(Warpgroup):
             self.issue_gemms(0, k_state, v_state, next_q_state)
             warpgroup.wait_group(1)
             self.first_softmax(next_tile, k_state, next_q_state)
-            self.keep_softmax_above()
             warpgroup.wait_group(0)
             self.finish_pv(v_state)
         self.pack_p(0)
@@ -369,7 +366,6 @@ class Consumer(Warpgroup):
         """
         self.issue_gemms(1 - buffer, k_state, v_state, q_state)
         self.half_softmax(tile, n_block, buffer)
-        self.keep_softmax_above()
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
         self.release_q(q_state, ends_q)
@@ -383,7 +379,6 @@ class Consumer(Warpgroup):
         self.modify_scores(tile, n_block, 1)
         self.mask_if_needed(tile, n_block, 1)
         self.softmax.begin(self.s[1])
-        self.keep_softmax_above()
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
         self.release_q(q_state, n_block == tile.first)
@@ -397,9 +392,9 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def next_p(self, buffer: cutlass.Constexpr[int]):
-        """The exponentials become P of the next PV, and O is brought to their reference, now or when that PV comes."""
+        """The exponentials become P of the next PV, and O is brought to their reference."""
         self.pack_p(buffer)
-        if cutlass.const_expr(not self.is_lazy and not self.config.rescale_beside_qk):
+        if cutlass.const_expr(not self.is_lazy):
             self.softmax.rescale(self.o)
 
     @cute.jit
@@ -420,13 +415,3 @@ class Consumer(Warpgroup):
             self.issue_pv(v_state)
             warpgroup.wait_group(0)
             self.finish_pv(v_state)
-
-    @cute.jit
-    def keep_softmax_above(self):
-        """Keep all exponentials before the wait that follows.
-
-        ptxas takes the wait to cost nothing and would sink exponentials below it (50 of 64 were seen there at tile_n
-        128), out of the time in which the GEMM runs.
-        """
-        if cutlass.const_expr(self.config.softmax_before_wait):
-            order_after(self.softmax.row_sum[0], self.softmax.row_sum[1])

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Boolean, Float32, Int32, pipeline
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory import wgmma
@@ -75,8 +75,6 @@ class WarpgroupGemms(Turns):
         thr_qk, thr_pv = (tiled_mma.get_slice(self.thread) for tiled_mma in tiled_mmas)
         self.sQ, self.sV = sQ, sV
         self.rQ = self.tiled_mma_qk.make_fragment_A(thr_qk.partition_A(sQ))
-        if config.q_in_registers:
-            self.rQ = cute.make_rmem_tensor(cute.select(self.rQ.layout, [0, 1, 2]).shape, kernel.dtype)
         self.rK = self.tiled_mma_qk.make_fragment_B(thr_qk.partition_B(sK))
         self.rV = self.tiled_mma_pv.make_fragment_B(thr_pv.partition_B(sV if kernel.is_fp8 else transposed(sV)))
         shape_s = self.tiled_mma_qk.partition_shape_C((ROWS_PER_WARPGROUP, self.buffer_n))
@@ -116,12 +114,11 @@ class WarpgroupGemms(Turns):
             self.row_scale = cute.make_rmem_tensor((2,), Float32)
             self.key_scales = scaled.KeyScales(self.tile_n)
         self.is_lazy = config.rescale_threshold > 0
-        exponentials = config.rescale_threshold, config.exp2_fma_period
         if kernel.is_scaled:
             p_dtype = torch.float8_e4m3fn if kernel.is_fp8 else torch.float16
-            self.softmax = scaled.ScaledSoftmax(scores, *exponentials, self.tile_n, p_dtype)
+            self.softmax = scaled.ScaledSoftmax(scores, config.rescale_threshold, self.tile_n, p_dtype)
         else:
-            self.softmax = OnlineSoftmax(scores.scale_log2, *exponentials)
+            self.softmax = OnlineSoftmax(scores.scale_log2, config.rescale_threshold)
         # row max and row sum of the tile whose last PV is still to come, while `softmax` is at the next tile already
         self.done_max, self.done_sum = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
 
@@ -132,20 +129,13 @@ class WarpgroupGemms(Turns):
 
     @cute.jit
     def load_q(self, q_state):
-        """Wait for this warpgroup's Q; with q_in_registers, copy it there and give its buffer back at once."""
+        """Wait for this warpgroup's Q."""
         self.pipes.q.consumer_wait(q_state)
-        if cutlass.const_expr(self.config.q_in_registers):
-            ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.kernel.dtype)
-            copy = cute.make_tiled_copy_A(ldmatrix, self.tiled_mma_qk).get_slice(self.thread)
-            source = copy.partition_S(self.sQ[None, None, q_state.index])
-            cute.copy(copy, source, copy.retile(self.rQ))
-            self.pipes.q.consumer_release(q_state)
 
     @cute.jit
     def release_q(self, q_state, is_last: Boolean):
-        if cutlass.const_expr(not self.config.q_in_registers):
-            if is_last:
-                self.pipes.q.consumer_release(q_state)
+        if is_last:
+            self.pipes.q.consumer_release(q_state)
 
     @cute.jit
     def issue_gemms(self, buffer: cutlass.Constexpr[int], k_state, v_state, q_state, ready=(None, None)):
@@ -166,8 +156,7 @@ class WarpgroupGemms(Turns):
 
     @cute.jit
     def _gemm_qk(self, buffer: cutlass.Constexpr[int], k_state, q_state):
-        q = [self.rQ] if self.config.q_in_registers else self._halves(self.rQ, q_state)
-        products = wgmma.products(q, self._halves(self.rK, k_state))
+        products = wgmma.products(self._halves(self.rQ, q_state), self._halves(self.rK, k_state))
         wgmma.issue_sum(self.tiled_mma_qk, self.acc_s[buffer], products, False)
 
     def _halves(self, buffers: cute.Tensor, state: pipeline.PipelineState) -> list:
@@ -177,8 +166,6 @@ class WarpgroupGemms(Turns):
 
     @cute.jit
     def issue_pv(self, v_state, is_ready=None):
-        if cutlass.const_expr(not self.is_lazy and self.config.rescale_beside_qk):
-            self.softmax.rescale(self.o)
         self.pipes.v.consumer_wait(v_state, is_ready)
         accumulate = not self.config.two_level_sums
         products = wgmma.products(self.p, self._halves(self.rV, v_state))

@@ -280,14 +280,13 @@ class ForwardSm90:
         return cute.make_tensor(sQ.iterator, first_rows(sQ.layout, self.q_rows))
 
     def _make_tiled_mmas(self):
-        """S = Q K^T (Q from shared memory or registers) and O += P V (P from registers), one warpgroup each."""
+        """S = Q K^T (Q from shared memory) and O += P V (P from registers), one warpgroup each."""
         if cutlass.const_expr(self.is_fp8):
             dtypes = self.dtype, self.dtype, Float32
             qk = MmaF8Op(*dtypes, (64, self.buffer_n, 32), OperandSource.SMEM, Major.K, Major.K)
             pv = MmaF8Op(*dtypes, (64, self.pv_columns, 32), OperandSource.RMEM, Major.K, Major.K)
             return cute.make_tiled_mma(qk, (1, 1, 1)), cute.make_tiled_mma(pv, (1, 1, 1))
-        q_source = OperandSource.RMEM if self.config.q_in_registers else OperandSource.SMEM
-        qk = MmaF16BF16Op(self.dtype, Float32, (64, self.buffer_n, 16), q_source, Major.K, Major.K)
+        qk = MmaF16BF16Op(self.dtype, Float32, (64, self.buffer_n, 16), OperandSource.SMEM, Major.K, Major.K)
         pv = MmaF16BF16Op(self.dtype, Float32, (64, self.pv_columns, 16), OperandSource.RMEM, Major.K, Major.MN)
         return cute.make_tiled_mma(qk, (1, 1, 1)), cute.make_tiled_mma(pv, (1, 1, 1))
 
