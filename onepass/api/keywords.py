@@ -11,71 +11,57 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.overrides
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-_MASK = (
-    "causal, window, lengths, key_ranges and packed sequences say which keys are visible, and bias is added to scores; "
-    "onepass.compat.sdpa takes a mask"
-)
-_PADDING = (
-    "seqstart_k hides padding at the beginning; causal attention needs nothing for padding at the end, which no real "
-    "query sees; attention_varlen takes sequences without padding; onepass.compat.sdpa takes a mask"
-)
-_SCORES = "alibi_slopes, softcap and bias change scores, and no other function of a score is computed"
-_NO_PROBABILITIES = "return_lse=True also returns lse; the probabilities never exist in memory"
 
 # Arguments of torch's, flash-attn's and other libraries' functions, and what to do instead.
 _ELSEWHERE = {
     "is_causal": "it is called causal here, and aligned at the bottom right where lengths differ; "
     "onepass.compat.sdpa has torch's alignment",
-    "scale": "it is called softmax_scale here",
-    "sm_scale": "it is called softmax_scale here",
-    "scaling": "it is called softmax_scale here",
-    "attn_mask": _MASK,
-    "attention_mask": _MASK,
-    "mask": _MASK,
-    "block_mask": _MASK,
-    "mask_mod": _MASK,
-    "key_padding_mask": _PADDING,
-    "padding_mask": _PADDING,
-    "score_mod": _SCORES,
-    "attn_bias": "it is called bias here, and is added to scores after the softcap",
-    "position_bias": "it is called bias here, and is added to scores after the softcap",
+    **dict.fromkeys(("scale", "sm_scale", "scaling"), "it is called softmax_scale here"),
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask", "mask", "block_mask", "mask_mod"),
+        "causal, window, lengths, key_ranges and packed sequences say which keys are visible, and bias is added to "
+        "scores; onepass.compat.sdpa takes a mask",
+    ),
+    **dict.fromkeys(
+        ("key_padding_mask", "padding_mask"),
+        "seqstart_k hides padding at the beginning; causal attention needs nothing for padding at the end, which no "
+        "real query sees; attention_varlen takes sequences without padding; onepass.compat.sdpa takes a mask",
+    ),
+    "score_mod": "alibi_slopes, softcap and bias change scores, and no other function of a score is computed",
+    **dict.fromkeys(("attn_bias", "position_bias"), "it is called bias here, and is added to scores after the softcap"),
     "enable_gqa": "it is always on here: leave it out",
     "query": "it is called q here",
     "key": "it is called k here",
     "value": "it is called v here",
     "window_size": "it is called window here, with None for an unbounded side, which flash-attn writes -1",
     "sliding_window": "window=(sliding_window - 1, 0) says it here",
-    "s_aux": "it is called sinks here",
-    "learnable_sink": "it is called sinks here",
+    **dict.fromkeys(("s_aux", "learnable_sink"), "it is called sinks here"),
     "block_table": "it is called page_table here, an argument of attention_decode",
     "cache_batch_idx": "onepass.compat.flash_attn.flash_attn_with_kvcache takes it",
-    "cache_leftpad": "it is called seqstart_k here",
-    "leftpad_k": "it is called seqstart_k here",
+    **dict.fromkeys(("cache_leftpad", "leftpad_k"), "it is called seqstart_k here"),
     "attention_chunk": "key_ranges says it here",
     "seqused_q": "onepass.compat.flash_attn_3 takes it",
     "cu_seqlens": "it is called cu_seqlens_q and cu_seqlens_k here, arguments of attention_varlen",
     "max_seqlen": "it is called max_seqlen_q and max_seqlen_k here, arguments of attention_varlen",
-    "return_attn_probs": _NO_PROBABILITIES,
-    "need_weights": _NO_PROBABILITIES,
-    "average_attn_weights": _NO_PROBABILITIES,
-    "output_attentions": _NO_PROBABILITIES,
+    **dict.fromkeys(
+        ("return_attn_probs", "need_weights", "average_attn_weights", "output_attentions"),
+        "return_lse=True also returns lse; the probabilities never exist in memory",
+    ),
     "return_softmax_lse": "it is called return_lse here",
 }
-_IN_DECODE = {"k": "it is called k_cache or, if it is to be appended, k_new here"}
-_IN_DECODE["v"] = _IN_DECODE["k"].replace("k_", "v_")
+
+_NAMES: dict[str, list[str]] = {}  # of the arguments, by function
 
 
 def hide_unknown(function: _Function) -> _Function:
-    """Leave `*positional` and `**unknown` out of what `inspect.signature` and `help` show."""
+    """Leave `*positional` and `**unknown` out of what `inspect.signature` and `help` show; note the names for hints."""
     signature = inspect.signature(function)
-    hidden = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    shown = [p for p in signature.parameters.values() if p.kind not in hidden]
+    shown = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    _NAMES[function.__name__] = [p.name for p in shown]
     return function
 
 
@@ -111,18 +97,11 @@ def unexpected(
 
 
 def _hint(function: str, name: str) -> str | None:
-    from .attention import attention, attention_varlen  # not at the top: these modules import this one
-    from .decode import attention_decode
-
-    functions = attention, attention_varlen, attention_decode
-    names = {other.__name__: inspect.signature(other).parameters for other in functions}
-    if function == "attention_decode" and name in _IN_DECODE:
-        return _IN_DECODE[name]
+    if function == "attention_decode" and name in ("k", "v"):
+        return f"it is called {name}_cache or, if it is to be appended, {name}_new here"
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
-    others = [other for other, parameters in names.items() if name in parameters]
-    if others:
+    if others := [other for other, names in _NAMES.items() if name in names]:
         return f"it is an argument of {' and '.join(others)}"
-    mine = [n for other, parameters in names.items() if other == function for n in parameters]
-    close = difflib.get_close_matches(name, mine, 1, cutoff=0.75)
+    close = difflib.get_close_matches(name, _NAMES[function], 1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close else None
