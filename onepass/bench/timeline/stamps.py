@@ -120,8 +120,13 @@ class StampedConsumer(Stamps, Consumer):
         self.stamp("softmax")
         Consumer.modify_scores(self, *arguments, **options)
 
-    def keep_softmax_above(self):
-        Consumer.keep_softmax_above(self)
+    def drop(self, *arguments):  # the end of a softmax, whether there is dropout or not
+        Consumer.drop(self, *arguments)
+        if self.config.overlap_gemm_softmax:
+            self.stamp("wait for P V")
+
+    def half_softmax(self, *arguments):
+        Consumer.half_softmax(self, *arguments)
         self.stamp("wait for P V")
 
     def last_pv(self, v_state):
