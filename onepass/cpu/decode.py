@@ -17,5 +17,9 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
 
 
 def _batch(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-    """`by_operators` where its bits are those of the sequences alone: masks depend on the capacity of a cache."""
+    """`by_operators`, but not by masks, which depend on the capacity of a cache.
+
+    On one thread its bits are those of the sequences alone. On several, a product with one row is rounded by where the
+    buffer of its thread lies in memory (MKL 2024.2), and the batch decides which thread computes a head.
+    """
     return None if needs_masks(problem) else by_operators(problem, inputs)

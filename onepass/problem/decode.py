@@ -199,11 +199,6 @@ class DecodeProblem:
     def is_paged(self) -> bool:
         return self.page_size is not None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether no sequence need be split."""
-        return self.num_splits in (None, 1) and self.split_size is None
-
 
 def _has_aligned_rows(cache: Tensor) -> bool:
     """Whether the rows of a cache begin at multiples of 16 bytes, if its memory does, as torch's allocations do.

@@ -26,12 +26,12 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call of `onepass.attention_decode`; the cache is untouched if it raises.
 
-    Nothing about a sequence depends on the rest of the batch.
+    Nothing about a sequence depends on the rest of the batch, but the rounding of `batch_forward`.
 
     Args:
         whole_forward: the forward of a sequence whose keys are not split.
-        batch_forward: the forward of a dense batch of such sequences, with the bits that `whole_forward` gives to each
-            of them; None where they cannot be had.
+        batch_forward: the forward of a dense batch of such sequences, where no number of splits is given; None where it
+            cannot be had.
     """
     attention = problem.attention
     lengths, offsets = read_cache_lengths(inputs, problem), read_query_offsets(inputs)
@@ -41,7 +41,9 @@ def decode(
     if inputs.seqlen_new:
         append(problem, inputs)
     q = rotated_queries(problem, inputs)
-    if offsets is None and inputs.page_table is None and problem.is_whole:
+    # a given number of splits promises the same bits in any batch
+    may_batch = problem.num_splits is None and problem.split_size is None
+    if offsets is None and inputs.page_table is None and may_batch:
         tensors = q, inputs.k_cache, inputs.v_cache, inputs.sinks, None, None, inputs.cache_seqlens + inputs.seqlen_new
         whole = AttentionInputs(*tensors) if inputs.modifiers is None else ModifiedInputs(*tensors, inputs.modifiers)
         results_of_batch = batch_forward(attention, whole)

@@ -344,10 +344,30 @@ def entry_of(call, b):
     return {name: t[b : b + 1] if isinstance(t, torch.Tensor) else t for name, t in call.items()}
 
 
-def test_sequences_of_equal_length_are_one_batch(count):
-    """One call of the operator, with the bits that each sequence has alone, even beside a NaN of another one."""
-    call = cache_call([20, 20, 20], causal=True)
-    for wanted_calls, value in ((1, 0.5), (4, torch.nan)):
+@pytest.fixture
+def one_thread():
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+def test_sequences_of_equal_length_are_one_batch(count, one_thread):
+    """One call of the operator, with the bits that each sequence has alone, even beside a NaN of another one.
+
+    On several threads these bits depend on the alignment of the threads' buffers in the operator.
+    """
+    _check_sequences_of_equal_length(count, ((1, 0.5), (4, torch.nan)))
+
+
+def test_a_given_number_of_splits_gives_the_same_bits_in_any_batch(count):
+    """Sequences by themselves, whatever the number of threads."""
+    _check_sequences_of_equal_length(count, ((3, 0.5), (3, torch.nan)), num_splits=1)
+
+
+def _check_sequences_of_equal_length(count, cases, **options):
+    call = cache_call([20, 20, 20], causal=True, **options)
+    for wanted_calls, value in cases:
         call["k_cache"][1, 3] = value
         before = count["_forward"]
         out = onepass.attention_decode(**call)
