@@ -301,6 +301,9 @@ def test_flash_forward_and_backward(is_packed):
         2 * out, q, k, v, out, lse, offsets, offsets, 54, 54, 0.0, True, rng, unused, window_size_left=9
     )
     assert_close([out, *gradients], expected)
+    used = torch.tensor([15, 31], dtype=torch.int32)
+    with_used = operators.flash_forward(*arguments, window_size_left=9, seqused_k=used)[0]
+    assert_close([with_used], [function(*(t.double() for t in (q, k, v)), **options, seqused_k=used).out])
     with_slopes = operators.flash_forward(*arguments, alibi_slopes=slopes, window_size_left=-5)[0]
     options = options | {"window": (None, 0), "alibi_slopes": slopes}
     assert_close([with_slopes], [function(*(t.double() for t in (q, k, v)), **options).out])

@@ -126,6 +126,14 @@ def test_rows_of_one_scale_are_the_better_the_fewer():
     assert errors[0] < 0.95 * errors[1] < 0.9 * errors[2]
 
 
+def test_a_row_with_nan_is_not_lost():
+    x = torch.randn(1, 20, 1, 64)
+    x[0, 3, 0, 5] = torch.nan
+    _, stored, _ = onepass.quantize_fp8(x, x, x, granularity="row", rotate=False).dequantize()
+    is_lost = stored[0].isnan().any(-1)
+    assert is_lost.flatten().nonzero().flatten().tolist() == [3]
+
+
 def test_scales_of_rows_are_searched():
     x = torch.randn(1, 500, 1, 64)
     _, stored, _ = onepass.quantize_fp8(x, x, x, granularity="row", rotate=False).dequantize()

@@ -101,6 +101,13 @@ def test_v_may_be_narrower(imagine):
     assert (call["k"][3], call["v"][3]) == (64, 32)
 
 
+def test_keys_may_be_more_than_queries(imagine):
+    asked = imagine(FakeRuns(lambda config: 1.0))
+    assert invoke("tune", "--seqlen", "500", "--seqlen-k", "900", "--backend", "sm90").exit_code == 0
+    ((call,), _, _) = asked[0]
+    assert [call[name][1] for name in "qkv"] == [500, 900, 900]
+
+
 def test_a_gain(imagine, tmp_path):
     asked = imagine(FakeRuns(gaining))
     path = tmp_path / "tune.json"
