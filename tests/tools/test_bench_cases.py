@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 
 import pytest
 import torch
 
 from onepass import reference
+from onepass.bench import machine
 from onepass.bench.cases import CASE_SETS, Case, get_case_set, make_inputs, select
 from onepass.bench.check import Oracle, Sample, choose_samples, expected_rows
 from onepass.bench.flops import bytes_moved, flops, output_bytes, score_matrix_bytes, visible_pairs
@@ -171,3 +173,19 @@ def test_oracle_finds_a_wrong_result(direction):
     wrong = results(window=(None, 1))
     for is_peer in (False, True):
         assert not any(row.ok for row in oracle.compare(wrong, is_peer))
+
+
+def test_local_changes_of_the_package_are_seen(monkeypatch, tmp_path):
+    """Those of other folders of the checkout do not count."""
+    package = tmp_path / "onepass"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(machine.onepass, "__file__", str(package / "__init__.py"))
+    (tmp_path / "notes").write_text("")
+    assert machine._git()["has_local_changes"] is False
+    (package / "__init__.py").write_text("changed = True")
+    assert machine._git()["has_local_changes"] is True
+    assert len(machine._git()["commit"]) == 40
