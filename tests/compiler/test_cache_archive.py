@@ -166,6 +166,20 @@ def test_commands(cache, tmp_path, monkeypatch):
     assert CliRunner().invoke(app, ["cache", "import", str(tmp_path / "absent")]).exit_code == 1
 
 
+def test_an_import_that_leaves_one_out_fails(cache, tmp_path, monkeypatch):
+    file = tmp_path / "kernels.tar.gz"
+    with tarfile.open(file, "w:gz") as archive:
+        for key in KEYS[:2]:
+            add(archive, f"{key}.json", (cache / f"{key}.json").read_bytes())
+        add(archive, f"{KEYS[0]}.o", (cache / f"{KEYS[0]}.o").read_bytes())
+        add(archive, f"{KEYS[1]}.o", b"another object")
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "other"))
+    result = CliRunner().invoke(app, ["cache", "import", str(file)])
+    assert result.exit_code == 1
+    assert "entries added: 1, there before: 0" in result.output
+    assert f"not added {KEYS[1][:8]}: the .o is not what the .json says" in result.output
+
+
 def test_an_archive_that_was_packed_anew_has_its_files_in_any_order(cache, tmp_path):
     file = tmp_path / "kernels.tar.gz"
     names = [f"{key}.{kind}" for kind in ("json", "o") for key in KEYS]
