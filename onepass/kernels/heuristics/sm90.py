@@ -440,15 +440,17 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
             0.98, 1.07; packed 1.00 (causal), 0.98 (full) and 1.09, 1.09; ALiBi 1.09 and 1.03; dropout 1.07 and 0.96;
             softcap 0.96, 0.94 and 0.99; deterministic 0.97, 0.95 and 1.00, 0.99; seqused_k 0.98 and 0.95
 
-    Ranges, positions and left padding would spill more values at head_dim 64, where K takes 32 registers.
+    Ranges, positions, left padding and ALiBi spill values at head_dim 64, where K takes 32 registers, and so do groups
+    of heads under a mask at 64 and 128.
     """
     has_bounds = problem.has_seqstart_k or problem.has_key_ranges or problem.has_q_positions
     if problem.deterministic or problem.softcap is not None or has_bounds:
         return False
+    is_grouped, is_full = problem.qhead_per_kvhead > 1, problem.mask.is_full
     if config.tile_m == 128:
-        return not problem.has_seqused_k
+        return not problem.has_seqused_k and not problem.has_alibi and (is_full or not is_grouped)
     is_wide = max(problem.head_dim, problem.head_dim_v) > 64
-    return is_wide and (not problem.mask.is_full or problem.qhead_per_kvhead > 1)
+    return is_wide and is_full == is_grouped
 
 
 FULL_SEQLEN_IN_BACKGROUND = 1024
