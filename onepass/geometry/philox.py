@@ -23,9 +23,8 @@ ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85  # added to the two words of the key after each round
 MASK32 = 0xFFFFFFFF
-COUNTERS = (
-    32 * 2**10
-)  # computed at a time for each thread: three buffers of 512 KiB; half as many take 1.4 times as long
+# Counters computed at a time for each thread, in three buffers of 512 KiB; half as many take 1.4 times as long.
+COUNTERS = 32 * 2**10
 
 
 def keep_bytes(dropout_p: float) -> int:

@@ -361,7 +361,7 @@ def test_sequences_of_equal_length_are_one_batch(count, one_thread):
 
 
 def test_a_given_number_of_splits_gives_the_same_bits_in_any_batch(count):
-    """Sequences by themselves, whatever the number of threads."""
+    """With num_splits=1 a sequence has the same bits in any batch, whatever the number of threads."""
     _check_sequences_of_equal_length(count, ((3, 0.5), (3, torch.nan)), num_splits=1)
 
 

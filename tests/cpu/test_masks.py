@@ -103,7 +103,7 @@ def test_heads_outside_of_seqlen(batch, leading, count):
 
 @pytest.mark.slow
 def test_long_gradients_in_16_bits(count):
-    """More keys than a chunk has."""
+    """In 16 bits the gradients of more keys than a chunk has are summed in float32."""
     call = Call(tensors(300, 2500, torch.bfloat16, (1, 1), batch=1), {"window": (2400, 3)})
     call.check(with_floor=True, through_lse=False)
     assert count["_backward"] == [4, 0]

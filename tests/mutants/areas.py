@@ -219,7 +219,7 @@ AREAS = (
         (
             Group(
                 ("onepass/cpu/*.py",),
-                ("tests/cpu/test_regions.py", "tests/cpu/test_masks.py", "tests/cpu/test_cpu_backend.py"),
+                ("tests/cpu/test_regions.py", "tests/cpu/test_masks.py", "tests/cpu/test_cpu_backend.py", *MODIFIED),
             ),
         ),
     ),

@@ -480,7 +480,7 @@ def test_p_is_rounded():
 @pytest.mark.parametrize("granularity", codec.GRANULARITIES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_descale_is_that_of_the_finite_values(granularity, value):
-    """They may all be small."""
+    """A descale fits the finite values of its part, even if all of them are small."""
     x = 0.01 * torch.randn(1, 50, 1, 16)
     k = x.clone()
     k[0, 5, 0, 3] = value

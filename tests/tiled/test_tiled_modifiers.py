@@ -68,7 +68,7 @@ def test_random_calls(first):
 
 @pytest.mark.parametrize("first", range(0, 160, 16))
 def test_random_calls_by_masks(first, monkeypatch):
-    """The same calls by torch's operators, in blocks of few rows. A result is `tiled`'s where a NaN has spread."""
+    """The backend `cpu` computes random calls in blocks of few rows; where a NaN has spread, `tiled` computes them."""
     counts = {"_forward": 0, "_backward": 0}
 
     def counted(name, real):
@@ -375,7 +375,7 @@ def test_a_packed_bias_of_two_rows_for_two_sequences():
 
 
 def test_the_gradient_of_lse_alone():
-    """It does not reach V; that of the others is the oracle's."""
+    """The gradient of lse does not reach V, and the other gradients are the oracle's."""
     q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     slopes = torch.tensor([0.5, 0.25], requires_grad=True)
     weights = torch.randn(1, 2, 6, dtype=torch.float64)

@@ -176,7 +176,7 @@ def test_oracle_finds_a_wrong_result(direction):
 
 
 def test_local_changes_of_the_package_are_seen(monkeypatch, tmp_path):
-    """Those of other folders of the checkout do not count."""
+    """A result names its code as changed if the package was, and not if other files of the checkout were."""
     package = tmp_path / "onepass"
     package.mkdir()
     (package / "__init__.py").write_text("")

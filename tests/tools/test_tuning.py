@@ -183,7 +183,7 @@ def test_a_backend_without_kernels_takes_none(configs):
     ],
 )
 def test_texts_with_fields_that_were_removed(kind, text):
-    """They are read where kernels do what the field says, and refused where they do not."""
+    """A configuration's text with a removed field is read if kernels do what the field says, and refused otherwise."""
     assert kind.from_text(text) == kind(tile_n=64)
     with pytest.raises(ValueError, match="exp2_fma_period: expected 0, the one value that kernels have now"):
         kind.from_text(text.replace("period=0", "period=4"))

@@ -120,7 +120,7 @@ class StampedConsumer(Stamps, Consumer):
         self.stamp("softmax")
         Consumer.modify_scores(self, *arguments, **options)
 
-    def drop(self, *arguments):  # the end of a softmax, whether there is dropout or not
+    def drop(self, *arguments):  # called at the end of each softmax, with dropout or without
         Consumer.drop(self, *arguments)
         if self.config.overlap_gemm_softmax:
             self.stamp("wait for P V")

@@ -149,7 +149,7 @@ def groups(count: int) -> list[tuple[int, int]]:
 def add_products(tiled_mma: cute.TiledMma, a: Limbs, b: Limbs, acc: cute.Tensor, first: int, count: int):
     """acc += a b, for `count` blocks of 8 columns from block `first` on.
 
-    The sums of 16 terms leave the tensor cores, which cut off what they add, and are added up by the FMA pipe.
+    The sums of 16 terms leave the tensor cores, which truncate what they add, and are added up by the FMA pipe.
     """
     m_tiles, stride = cute.size(acc, mode=[1]), acc.layout.stride
     layout = cute.make_layout(((2, 2), m_tiles, count), stride=stride)
