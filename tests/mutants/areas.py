@@ -60,6 +60,7 @@ ELEMENTS = ("tests/device/test_elements_in_python.py",)
 MODIFIERS = (*ELEMENTS, "tests/device/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
 BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py")
 LAUNCH = (
+    "tests/launch/test_kernel_keys.py",
     "tests/launch/test_argument_values.py",
     "tests/launch/test_passed_arguments.py",
     "tests/launch/test_launch.py",
@@ -181,7 +182,7 @@ AREAS = (
             ),
             Group(
                 ("onepass/problem/attention.py", "onepass/problem/outputs.py"),
-                (*SEMANTICS, *OPERATORS, *VALIDATION, "tests/launch/test_launch.py", *FORMULAS[:1]),
+                (*LAUNCH[:1], *SEMANTICS, *OPERATORS, *VALIDATION, "tests/launch/test_launch.py", *FORMULAS[:1]),
             ),
             Group(
                 (
@@ -282,7 +283,7 @@ AREAS = (
                     "onepass/kernels/device/memory_bound/sink_gradients.py",
                     "onepass/kernels/device/sm80/backward/*.py",
                 ),
-                BACKWARD,
+                (*ELEMENTS, *BACKWARD),
             ),
             Group(
                 ("onepass/kernels/device/memory_bound/query_bounds.py",),
@@ -331,7 +332,7 @@ AREAS = (
                 (*ELEMENTS, *FORWARD, *DECODE),
             ),
             Group(("onepass/kernels/device/blocks/softmax/scaled.py",), ("tests/device/test_fp8_values.py",)),
-            Group(("onepass/kernels/device/memory_bound/quantize*.py",), QUANTIZE),
+            Group(("onepass/kernels/device/memory_bound/quantize*.py",), (*ELEMENTS, *QUANTIZE)),
             Group(
                 ("onepass/kernels/device/memory_bound/float32_halves.py",),
                 ("tests/device/test_float32_halves_values.py",),
