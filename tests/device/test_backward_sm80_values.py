@@ -23,7 +23,7 @@ from onepass.kernels.config import BackwardConfigSm80
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import backward_sm80 as backward_launch
 from onepass.testing.inputs import Call
-from onepass.tiled import forward
+from onepass.tiled import backward, forward
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
@@ -104,16 +104,12 @@ class Kernels:
     def __init__(self, problem, config, has_dlse, change, schedule):
         self.problem, self.config, self.change, self.schedule = problem, config, change, schedule
         arch = "sm_90a" if config.vector_adds else ARCH
-        requests = backward_launch.compile_requests(problem, has_dlse, config, arch)
-        self.programs = {
-            name: program(name, key, arch, Request(trace))
-            for name, key, arch, trace in requests
-            if name != "backward_bounds"
-        }
+        self.requests = {r.name: r for r in backward_launch.compile_requests(problem, has_dlse, config, arch)}
         self.query_bounds = query_bounds_kernel.kernel_of(problem, config) if problem.has_intervals else None
 
     def run(self, name: str, p: Parameters, written: tuple, grid, num_threads: int, smem_bytes: int = 0, **schedule):
-        kernel = self.programs[f"backward_{name}"]
+        name_, key, arch, trace = self.requests[f"backward_{name}"]
+        kernel = program(name_, key, arch, Request(trace))
         kernel = self.change(kernel) if name == "sm80" else kernel
         ptx_interpreter.run(kernel, p.values, p.memory, grid, num_threads, smem_bytes, **schedule)
         p.copy_back(*written)
@@ -183,7 +179,6 @@ class Kernels:
         self.run("sinks", p, (dsinks,), (len(sinks), 1, 1), THREADS, 4 * THREADS // 32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "blocks_per_head"), [(1, 1), (3, 7)])
 def test_gradients_of_sinks(batch, blocks_per_head):
     """A thread block goes through all rows of its head, of which there may be fewer than threads, or more."""
@@ -346,6 +341,56 @@ CASES = {
     "float32 head dims 64 and 256": call_of(64, 256, 40, 70, dtype=FLOAT32, causal=True),
     "float32 head dim 256": call_of(256, 256, 40, 70, dtype=FLOAT32, causal=True),
 }
+
+
+ROWS = {
+    "dense": call_of(64, 64, 70, 90, heads=(4, 2), batch=2, window=(40, 3), sinks=torch.tensor([1.0, -1.0, 0.0, 2.0])),
+    "packed": call_of(
+        64,
+        64,
+        160,
+        110,
+        heads=(2, 1),
+        causal=True,
+        seqused_k=[10, 0, 31, 21],
+        cu_seqlens_q=[0, 30, 30, 100, 150],
+        cu_seqlens_k=[0, 20, 30, 61, 100],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_kernels_before_and_after_the_main_one(monkeypatch, name):
+    """A stand-in for the main kernel leaves sums of dq that PyTorch computed, and NaN in every third row, which the
+    kernel after it computes again."""
+    run, found = gradients_of, []
+
+    def with_expected(problem, inputs, out, lse, dout, dlse, *more, **schedule):
+        found[:] = backward(problem, inputs, out, lse, dout, dlse)
+        return run(problem, inputs, out, lse, dout, dlse, *more, **schedule)
+
+    def main(kernels, q, k, v, dout, dk, dv, dq_accum, stats, turns, cu_seqlens_q, *others):
+        problem, config = kernels.problem, kernels.config
+        dq, tile_m = found[0].float() / problem.softmax_scale, config.tile_m
+        dk.copy_(found[1])
+        dv.copy_(found[2])
+        dq = (dq[None] if problem.is_packed else dq).transpose(1, 2)
+        dq[:, :, ::3] = math.nan
+        offsets = [0, problem.seqlen_q] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+        columns = config.dq_columns(problem) // 8  # vectors of a warp
+        warp, j, c, lane = np.ogrid[: tile_m // 16, : dq.shape[-1] // 8, :4, :32]
+        row, column = 16 * warp + lane // 4 + 8 * (c // 2), 8 * j + 2 * (lane % 4) + c % 2
+        place = (((j // columns * (tile_m // 16) + warp) * columns + j % columns) * 4 + c) * 32 + lane
+        sums = dq_accum.view(*dq.shape[:2], -1, dq_accum.shape[1])
+        for sequence, (start, end) in enumerate(itertools.pairwise(offsets)):
+            for block, first in enumerate(range(start, end, tile_m), start // tile_m + sequence):
+                rows = torch.full((*dq.shape[:2], tile_m, dq.shape[-1]), math.nan)
+                rows[:, :, : end - first] = dq[:, :, first : min(end, first + tile_m)]
+                sums[:, :, block, place] = rows[:, :, row, column]
+
+    monkeypatch.setattr(Kernels, "main", main)
+    monkeypatch.setitem(globals(), "gradients_of", with_expected)
+    check(ROWS[name])
 
 
 SMALL = {d: config for d, config in heuristics_sm80.BACKWARD_SMALL.items() if d != 64}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from onepass.geometry import philox
 from onepass.geometry.rotary import rotate
 from onepass.tiled.mask import hidden_pairs
 
@@ -73,8 +74,10 @@ def fresh(name):
 @pytest.fixture
 def device(monkeypatch):
     """The modules of device code, with the kernel language replaced by Python. A warp has one lane."""
-    names = "blocks.softmax.mask", "blocks.softmax.modifiers", "blocks.softmax.sinks", "memory_bound.append"
-    mask, modifiers, sinks, append = modules = [fresh(f"onepass.kernels.device.{name}") for name in names]
+    names = "blocks.softmax.mask", "blocks.softmax.modifiers", "blocks.softmax.sinks"
+    names += "memory_bound.append", "memory_bound.backward_rows", "memory_bound.quantize_block"
+    modules = {name.split(".")[-1]: fresh(f"onepass.kernels.device.{name}") for name in names}
+    modifiers = modules["modifiers"]
     language = SimpleNamespace(range_constexpr=range, const_expr=lambda value: value)
     arch = SimpleNamespace(
         warp_redux_sync=lambda value, kind: value,
@@ -96,7 +99,8 @@ def device(monkeypatch):
         values[place] = values[place] + value
 
     monkeypatch.setattr(modifiers, "add_one_to_global", add_one_to_global)
-    for module in modules:
+    monkeypatch.setattr(modifiers, "philox", philox_of_words)
+    for module in modules.values():
         for name, stand_in in {
             "cutlass": language,
             "cute": kernel_language,
@@ -104,7 +108,15 @@ def device(monkeypatch):
             "Int32": int,
         }.items():
             monkeypatch.setattr(module, name, stand_in, raising=False)
-    return SimpleNamespace(mask=mask, modifiers=modifiers, sinks=sinks, append=append)
+    rows = modules["backward_rows"]
+    monkeypatch.setattr(rows, "sequence_of_block", rows.sequence_of_block.__wrapped__)
+    return SimpleNamespace(**modules)
+
+
+def philox_of_words(counter, key):
+    """The generator of a kernel, which takes and gives words as int32."""
+    words = philox.philox(*(tuple(torch.tensor(word) & philox.MASK32 for word in words) for words in (counter, key)))
+    return [word.item() for word in words]
 
 
 def column(c):
@@ -298,6 +310,74 @@ def test_gradients_of_terms(device, is_deterministic, is_packed, has_positions):
     np.add.at(bias[0 if by_position and is_packed else entry, :, :, head], (row[:, None], key), ds)
     expected = rows_first(bias[:1] if by_position and is_packed else bias, is_packed)
     np.testing.assert_allclose(dbias.array, expected.array)
+
+
+@pytest.mark.parametrize("has_positions", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_dropout_of_pairs(device, is_packed, has_positions):
+    """q has heads 3 to 5 of a call of 7, in the second batch entry or sequence."""
+    rng = np.random.default_rng(0)
+    state, positions = torch.tensor([-(2**62) - 12345678901, 2**35 + 77]), rng.integers(0, 99, (BATCH, SEQLEN_Q))
+    tensors = device.modifiers.ModifierTensors(
+        positions=rows_first(positions, is_packed) if has_positions else None,
+        dropout_state=Values(state.view(torch.int32).numpy()),
+        keep_bytes=philox.keep_bytes(0.4),
+        keep_scale=Float(2.5),
+        first_head=3,
+        all_heads=7,
+    )
+    modifiers = device.modifiers.Modifiers(tensors, (None, None))
+    query, key, head = torch.arange(SEQLEN_Q), torch.arange(SEQLEN_K), 2
+    place = place_of(device, head, 1, is_packed)
+    rows = torch.from_numpy(positions[1]) if has_positions else query
+    kept = philox.kept_pairs(state, 0.4, torch.tensor(1 * 7 + 3 + head), rows[:, None], key)
+    for i, j in rng.integers((SEQLEN_Q, SEQLEN_K), size=(25, 2)).tolist():
+        of_query, of_key = modifiers.pairs_of_query(place, i), modifiers.pairs_of_key(place, j)
+        assert of_query.keep_factor(j) == of_key.keep_factor(i) == 2.5 * kept[i, j], (i, j)
+        assert of_query.weight(Float(0.5), j) == 0.5 * kept[i, j]
+
+
+def random_offsets(rng):
+    """Offsets of up to 5 sequences, of which some are empty, and the rows after them, which belong to none."""
+    lengths = rng.integers(0, 3, rng.integers(1, 6)) * rng.integers(1, 150)
+    return [0, *np.cumsum(lengths).tolist()], int(rng.integers(0, 150))
+
+
+def test_rows_of_a_block_of_the_backward(device):
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        offsets, behind = random_offsets(rng)
+        kernel = SimpleNamespace(tile_m=64, is_packed=True)
+        find = device.backward_rows.RowsKernel.rows_of_block.__wrapped__
+        for sequence, (start, end) in enumerate(itertools.pairwise(offsets)):
+            for position in range(0, end - start, 64):
+                found = find(kernel, start // 64 + sequence + position // 64, offsets[-1] + behind, Values(offsets))
+                assert found == (start + position, end - start - position, position, sequence), offsets
+    assert find(SimpleNamespace(tile_m=64, is_packed=False), 2, 150, None) == (128, 22, 128, 0)
+
+
+@pytest.mark.parametrize("has_used", [False, True])
+def test_rows_of_a_block_that_shares_a_scale(device, has_used):
+    """Blocks after the last sequence hold rows of none, which count for nothing; they have the mean of the last one."""
+    rng, find = np.random.default_rng(0), device.quantize_block.row_block.__wrapped__
+    for _ in range(50):
+        offsets, behind = random_offsets(rng)
+        batch, total = len(offsets) - 1, offsets[-1] + behind
+        used = [int(rng.integers(0, b - a + 1)) for a, b in itertools.pairwise(offsets)]
+        counting = [*(used if has_used else np.diff(offsets).tolist()), 0]
+        mean = Values(rng.random((batch, 2, 3)))
+        for sequence, (start, end) in enumerate(itertools.pairwise([*offsets, total])):
+            for position in range(0, end - start, 64):
+                block = start // 64 + sequence + position // 64
+                rows = find(total, block, 0, Values(offsets), Values(used) if has_used else None)
+                assert (rows.start, rows.sequence) == (start + position, sequence), offsets
+                assert rows.num_rows == min(64, end - start - position)
+                assert max(rows.num_used, 0) == max(0, min(64, counting[sequence] - position))
+                found = device.quantize_block.mean_of(mean, rows, 1)
+                assert (found.array == mean.array[min(sequence, batch - 1), 1]).all()
+    used = Values([100, 80]) if has_used else None
+    assert find(150, 1, 1, None, used) == (64, 64, 16 if has_used else 64, 1)
+    assert find(150, 2, 0, None, used) == (128, 22, -28 if has_used else 22, 0)
 
 
 @pytest.mark.parametrize("m_tiles", [1, 2])
