@@ -340,6 +340,42 @@ def test_problems_whose_kernels_differ_have_other_keys():
     assert len({request.kernel for request in requests}) == 8
 
 
+@pytest.mark.parametrize(
+    ("module", "changes", "words"),
+    [
+        (decode_launch, {"head_dim": 63}, "even head dims"),
+        (decode_launch, {"head_dim_v": 31}, "even head dims"),
+        (decode_launch, {"dtype": torch.float32}, "expected q in bfloat16 or float16"),
+        (decode_launch, {"kv_block": 8}, "multiple of 16 keys"),
+        (decode_launch_sm90, {}, "expected q and a cache in bfloat16 or float16"),
+        (decode_launch_sm90, {"kv_dtype": None, "dtype": torch.float32}, "expected q and a cache in bfloat16"),
+        (decode_launch_sm90, {"has_alibi": True}, "alibi_slopes: expected none"),
+        (decode_launch_sm90, {"has_seqstart_k": True}, "seqstart_k: expected none"),
+        (decode_launch_sm90, {"kv_dtype": None, "has_aligned_rows": False}, "multiples of 16 bytes"),
+        (decode_launch_sm90, {"kv_dtype": None, "page_size": 24}, "multiple of 16 keys, got 24"),
+    ],
+)
+def test_what_the_kernels_do_not_take(module, changes, words):
+    asked = check_decode(inputs_of(descales=()), **OPTIONS)
+    own = {name: value for name, value in changes.items() if hasattr(asked, name)}
+    attention = replace(asked.attention, **{n: v for n, v in changes.items() if n not in own})
+    assert words in module.unsupported(replace(asked, attention=attention, **own))
+    in_16_bits = replace(asked, attention=replace(attention, kv_dtype=None, head_dim=63, dtype=torch.float16))
+    assert decode_launch.unsupported(in_16_bits) is None
+
+
+def test_packed_queries_are_tiled_by_the_most_that_a_sequence_has(monkeypatch):
+    monkeypatch.setattr(decode_launch, "arch_of", lambda device: "sm_90a")
+    packed, found = inputs_of(is_packed=True, seqlen_q=100), set()
+    for n in (1, 32):
+        dense = inputs_of(seqlen_q=n)
+        of_packed = check_decode(packed, **OPTIONS, max_seqlen_q=n)
+        config = decode_launch.config_of(of_packed, packed.q.device)
+        assert config == decode_launch.config_of(check_decode(dense, **OPTIONS), dense.q.device)
+        found.add(config)
+    assert len(found) == 2
+
+
 def test_check_values(launched):
     inputs = inputs_of()._replace(cache_seqlens=torch.tensor([1, 2049], dtype=INT32))
     with pytest.raises(ValueError, match=r"cache_seqlens: expected 0 to 2048, .* got 2049"):

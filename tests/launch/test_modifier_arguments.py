@@ -8,6 +8,7 @@ import torch
 
 from onepass.kernels.config import BackwardConfigSm80, BackwardConfigSm90
 from onepass.kernels.launch import modifiers, query_bounds
+from onepass.kernels.launch.arguments import QueryBoundsArguments
 from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
 
 CONFIG = BackwardConfigSm90(tile_m=128, q_stages=2, dynamic_tiles=True)
@@ -52,11 +53,14 @@ def test_bounds_are_computed_once_for_what_shares_them(lead, given, entries, hea
         problem,
         CONFIG,
         modifiers.arguments_of(problem, inputs.modifiers),
-        (None, None),
+        (5, -7),
         *inputs[4:7],
     )
-    ((extremes, computed, _, *numbers, _, _),) = made
-    assert numbers[2] == group
+    passed = QueryBoundsArguments(*made[0])
+    assert passed[3:6] == (300, 300, group)
+    assert all(t is given for t, given in zip(passed[6:9], inputs[4:7], strict=True))
+    assert passed[9:] == (5, -7)
+    extremes, computed = passed[:2]
     tiles, blocks = (300 // CONFIG.tile_n + 3, 300 // CONFIG.tile_m + 2) if problem.is_packed else (3, 3)
     assert extremes.shape == (entries, heads, blocks, 4)
     assert computed.shape == (entries, heads, tiles, 4)

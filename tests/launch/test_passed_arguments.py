@@ -139,6 +139,27 @@ def test_attention(passed, modules, is_packed, softcap):
     assert (len(main["turns"]) - drawn) % blocks == 0
 
 
+@pytest.mark.parametrize("narrow", [*arguments.VECTOR_BYTES, "q", "k", "v", "dout"])
+def test_copies_are_as_wide_as_every_tensor_allows(monkeypatch, narrow):
+    """Rows of one tensor that are 66 bytes apart, or of an out whose rows are as short as V's, decide for all."""
+    keys = {}
+    monkeypatch.setattr(compile, "get", lambda name, key, *_: keys.update({name: key}) or (lambda *passed: None))
+    for cache in (forward_sm80.prepare, forward_sm80.kernel_of, backward_sm80.prepare, backward_sm80.launch_of):
+        cache.cache_clear()
+    monkeypatch.setattr(forward_sm80, "arch_of", lambda device: "sm_80")
+    wide = 32 if isinstance(narrow, str) else narrow // 2
+    sizes = {"q": 32, "k": 32, "v": wide, "dout": wide}
+    rows = {n: torch.zeros(2, 5, 2, 33 if n == narrow else 40, dtype=BF16)[..., :size] for n, size in sizes.items()}
+    dout = rows.pop("dout")
+    inputs = AttentionInputs(**rows)
+    problem = AttentionProblem.of(inputs, softmax_scale=0.3, mask=Mask(), softcap=None, deterministic=False)
+    out, lse = forward_sm80.forward(problem, inputs)
+    backward_sm80.backward(problem, inputs, out, lse, dout, None)
+    expected = 2 if isinstance(narrow, str) else narrow
+    assert keys["forward_sm80"][1].vector_bytes == (16 if narrow == "dout" else expected)
+    assert keys["backward_sm80"][1].vector_bytes == expected
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("module", [decode_sm80, decode_sm90], ids=["sm80", "sm90"])
