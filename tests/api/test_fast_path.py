@@ -14,7 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
+from onepass import fp8
 from onepass.api import fast_path
+from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
+from onepass.kernels.config import ForwardConfigSm80
 from onepass.ops import attention as ops
 from onepass.ops import decode as decode_ops
 from onepass.testing.inputs import random_call
@@ -87,6 +91,46 @@ def test_fp8_tensors(is_packed, count_operator):
     assert count_operator == [5]
     with pytest.raises(TypeError, match=r"k: expected None beside a QuantizedQKV"):
         function(quantized, k, **offsets, return_lse=True)
+
+
+def test_fp8_tensors_of_equal_shapes(count_operator):
+    """The dtype of out and the layout of V are in the key: 64 heads of 64 keys have V of one shape either way."""
+    q, k, v = (torch.randn(1, n, 64, 64).half() for n in (3, 64, 64))
+    quantized = onepass.quantize_fp8(q, k, v)
+    kinds = [
+        replace(quantized, dtype=dtype, v=v_e4m3, v_keys_last=keys_last)
+        for dtype in (torch.float16, torch.bfloat16)
+        for keys_last, v_e4m3 in ((False, quantized.v), (True, fp8.keys_last(quantized.v)))
+    ]
+    for n in (4, 4):
+        outs = [onepass.attention(kind) for kind in kinds]
+        assert [out.dtype for out in outs] == [kind.dtype for kind in kinds]
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(outs[2], outs[3])
+        assert count_operator == [n]
+
+
+@pytest.mark.parametrize("kind", ["attention", "attention_varlen", "modifiers", "precision", "QuantizedQKV"])
+def test_a_repeated_call_is_prepared_like_the_first_one(kind, monkeypatch):
+    real, prepared, tuning = dispatch.prepare, [], ForwardConfigSm80(tile_n=32)
+
+    def prepare(name, problem, device, tuning=None):
+        prepared.append((name, problem, device, tuning))
+        return real(name, problem, device)
+
+    monkeypatch.setattr(dispatch, "prepare", prepare)
+    monkeypatch.setattr(dispatch, "require", lambda *_: "tiled")
+    monkeypatch.setattr(backends, "config_type", lambda name: ForwardConfigSm80)
+    if kind == "attention_varlen":
+        onepass.attention_varlen(**packed(), tuning=tuning)
+    elif kind == "QuantizedQKV":
+        onepass.attention(onepass.quantize_fp8(*(t.half() for t in tensors().values())), causal=True, tuning=tuning)
+    else:
+        options = {"modifiers": {"alibi_slopes": torch.ones(4)}, "precision": {"precision": "fp8"}}.get(kind, {})
+        onepass.attention(*(t.half() for t in tensors().values()), tuning=tuning, **options)
+    assert len(prepared) == (1 if kind == "modifiers" else 2)  # by the operator, and to be kept
+    assert len(set(prepared)) == 1
+    assert prepared[0][3] == tuning
 
 
 @pytest.mark.parametrize("layout", ["transposed", "slices"])
