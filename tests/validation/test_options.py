@@ -242,6 +242,98 @@ def test_first_arguments_of_a_decode_call():
         flash_attn.flash_attn_with_kvcache(None, *[rows(2, 6, 2, 16)] * 2, cache_seqlens=lengths(3, 5))
 
 
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def dense_shapes(keys=6, queries=4, dtype=torch.float32, **options):
+    k = meta(2, keys, 2, 8, dtype=dtype)
+    return {"q": meta(2, queries, 4, 8, dtype=dtype), "k": k, "v": k} | options
+
+
+def cache_shapes(keys=6, pages=None, new=0, **options):
+    """A cache of `keys` positions, or of (pages, page_size, max_pages)."""
+    given = {"q": meta(2, 3, 4, 8), "cache_seqlens": meta(2, dtype=torch.int32)} | options
+    if pages is not None:
+        given["page_table"] = meta(2, pages[2], dtype=torch.int32)
+    k = meta(*((2, keys) if pages is None else pages[:2]), 2, 8)
+    new_rows = {"k_new": meta(2, new, 2, 8), "v_new": meta(2, new, 2, 8)} if new else {}
+    return {"k_cache": k, "v_cache": k} | new_rows | given
+
+
+def packed_shapes(keys=6, **options):
+    offsets = {name: meta(3, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    return {"q": meta(4, 4, 8), "k": meta(keys, 2, 8), "v": meta(keys, 2, 8)} | offsets | options
+
+
+def tables(rows=9, columns=4, dtype=torch.float32):
+    return {"rotary_cos": meta(rows, columns), "rotary_sin": meta(rows, columns, dtype=dtype)}
+
+
+def in_16_bits(sin_dtype):
+    rows, k = {"q": meta(2, 3, 4, 8).half()}, meta(2, 6, 2, 8).half()
+    return rows | {"k_cache": k, "v_cache": k, "rotary_cos": meta(9, 4), "rotary_sin": meta(9, 4, dtype=sin_dtype)}
+
+
+FLOAT64 = {"dtype": torch.float64}
+ROWS = {"rotary_positions_k": meta(2, 3, dtype=torch.int32)}
+# a call by its shapes, arguments that it takes, and arguments that it refuses
+EDGES = [
+    (dense_shapes, {"softmax_scale": 1e36}, {"softmax_scale": 1.01e36}),
+    (dense_shapes, {"softmax_scale": -1e36}, {"softmax_scale": -1.01e36}),
+    (dense_shapes, FLOAT64 | {"softmax_scale": 1e300}, FLOAT64 | {"softmax_scale": 1.01e300}),
+    (dense_shapes, {"softcap": 1e36}, {"softcap": 1.01e36}),
+    (dense_shapes, {"softcap": 1e-36}, {"softcap": 0.99e-36}),
+    (dense_shapes, FLOAT64 | {"softcap": 1e-300}, FLOAT64 | {"softcap": 0.99e-300}),
+    (dense_shapes, {"softmax_scale": 1e26, "softcap": 1.1e-10}, {"softmax_scale": 1e26, "softcap": 0.9e-10}),
+    (dense_shapes, {"softmax_scale": -1e26, "softcap": 1.1e-10}, {"softmax_scale": -1e26, "softcap": 0.9e-10}),
+    (dense_shapes, {"dropout_p": 0.0}, {"dropout_p": -1e-9}),
+    (dense_shapes, {"dropout_p": 0.999}, {"dropout_p": 1.0}),
+    (dense_shapes, {"bias": meta(1, 1, 1, 1)}, {"bias": meta(1, 1, 1, 0)}),
+    (dense_shapes, {"bias": meta(1, 1, 4, 6)}, {"bias": meta(1, 1, 4, 7)}),
+    (dense_shapes, {"bias": meta(2, 4, 1, 6)}, {"bias": meta(2, 2, 1, 6)}),
+    (
+        dense_shapes,
+        {"queries": 0, "q_positions": meta(1, 0, dtype=torch.int32), "bias": meta(1, 1, 0, 6)},
+        {"q_positions": meta(1, 4, dtype=torch.int32), "bias": meta(1, 1, 0, 6)},
+    ),
+    (packed_shapes, {"bias": meta(1, 1, 1)}, {"bias": meta(1, 1, 0)}),
+    (packed_shapes, {"keys": 0, "bias": meta(1, 1, 0)}, {"bias": meta(1, 1, 0)}),
+    (packed_shapes, {"max_seqlen_k": meta(1).long()}, {"max_seqlen_k": meta(1)}),
+    (packed_shapes, {"max_seqlen_k": meta(1).bool()}, {"max_seqlen_k": meta(1, dtype=torch.complex64)}),
+    (packed_shapes, {"max_seqlen_q": 0}, {"max_seqlen_q": -1}),
+    (cache_shapes, {"num_splits": 256}, {"num_splits": 257}),
+    (cache_shapes, {"num_splits": 1}, {"num_splits": 0}),
+    (cache_shapes, {"split_size": 64}, {"split_size": 0}),
+    (cache_shapes, {"split_size": 64}, {"split_size": -64}),
+    (cache_shapes, {"keys": 64 * 65535, "split_size": 64}, {"keys": 64 * 65535 + 1, "split_size": 64}),
+    (cache_shapes, {"split_size": 2**31 - 64}, {"split_size": 2**31}),
+    (cache_shapes, {"new": 6}, {"new": 7}),
+    (cache_shapes, {"pages": (3, 4, 2), "new": 8}, {"pages": (3, 4, 2), "new": 9}),
+    (cache_shapes, {"pages": (0, 4, 0)}, {"pages": (0, 4, 1)}),
+    (cache_shapes, {"pages": (3, 1, 1)}, {"pages": (3, 0, 1)}),
+    (cache_shapes, {"bias": meta(1, 1, 1, 6)}, {"bias": meta(1, 1, 1, 5)}),
+    (cache_shapes, {"pages": (3, 4, 2), "bias": meta(1, 1, 1, 8)}, {"pages": (3, 4, 2), "bias": meta(1, 1, 1, 12)}),
+    (cache_shapes, tables(1), tables(0)),
+    (cache_shapes, tables(columns=4), tables(columns=5)),
+    (cache_shapes, tables(columns=1), tables(columns=0)),
+    (cache_shapes, tables(), tables(dtype=torch.float64)),
+    (cache_shapes, in_16_bits(torch.float32), in_16_bits(torch.float16)),
+    (cache_shapes, tables() | ROWS | {"new": 3}, tables() | {"rotary_positions_k": meta(2, 0, dtype=torch.int32)}),
+    (cache_shapes, tables() | ROWS | {"new": 3}, tables() | ROWS | {"new": 2}),
+]
+
+
+@pytest.mark.parametrize(("call", "taken", "refused"), EDGES)
+def test_the_last_shape_or_number_that_is_accepted_and_the_first_that_is_not(call, taken, refused):
+    """On the meta device a call has shapes and options alone."""
+    support = onepass.supports(**call(**taken))
+    assert support.ok, support.reason
+    support = onepass.supports(**call(**refused))
+    assert not support.ok
+    assert any(support.reason.startswith(f"{name}: expected") for name in call(**refused)), support.reason
+
+
 def test_blocks_that_fit_into_an_argument_of_a_kernel():
     assert scalars.check_block("kv_block", None) is None
     assert scalars.check_block("kv_block", scalars.LARGEST_BLOCK) == scalars.LARGEST_BLOCK < 2**31
