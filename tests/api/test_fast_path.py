@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass import fp8
-from onepass.api import fast_path
+from onepass.api import decode, fast_path
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.kernels.config import ForwardConfigSm80
@@ -367,6 +367,11 @@ def test_max_seqlen_is_a_hint_and_does_not_prevent_the_fast_path(max_seqlen, cou
     assert count_operator == [1]
 
 
+def test_a_dropout_of_0_is_none():
+    for function, given in ((onepass.attention, tensors()), (onepass.attention_varlen, packed())):
+        same(function(**given, dropout_p=0), function(**given))
+
+
 def test_global_determinism_is_in_the_key():
     call = tensors()
     onepass.attention(**call)
@@ -565,6 +570,26 @@ def test_options_of_decoding_that_change_no_value_here_have_calls_of_their_own(c
     caches = {n: torch.randn(2, 40, 2, 17)[..., :16] for n in ("k_cache", "v_cache")}
     onepass.attention_decode(**step(**caches))
     assert count_decode == [n + 1]
+
+
+class Seen(Exception):
+    """The options of a call, where it looks for the forward of an earlier one."""
+
+
+def test_each_option_of_decoding_reaches_the_key(monkeypatch):
+    def find(inputs, window, options):
+        raise Seen(options)
+
+    monkeypatch.setattr(decode, "find_kept", find)
+    default = decode.KeyOptions(causal=True, softcap=None, softmax_scale=None)
+    changed = {"causal": False, "softcap": 2.0, "softmax_scale": 0.3, "num_splits": 2, "split_size": 64}
+    changed |= {"rotary_interleaved": True, "return_lse": True, "kv_block": 8, "max_seqlen_q": 3, "backend": "tiled"}
+    assert changed.keys() == set(default._fields)
+    for name, value in changed.items():
+        packed = {"cu_seqlens_q": torch.tensor([0, 1, 2], dtype=INT32)} if name == "max_seqlen_q" else {}
+        with pytest.raises(Seen) as seen:
+            onepass.attention_decode(**step(**packed, **{name: value}))
+        assert seen.value.args == (default._replace(**{name: value}),)
 
 
 @pytest.mark.parametrize(("window", "first_calls"), [(None, 3), ((99, 0), 140)])

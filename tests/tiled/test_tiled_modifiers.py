@@ -387,3 +387,24 @@ def test_the_gradient_of_lse_alone():
     )
     for actual, right in zip((dq, dk, dslopes), expected, strict=True):
         torch.testing.assert_close(actual, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_slopes_of_16_bits_are_those_of_float32(dtype):
+    q, k, v = (torch.randn(2, n, h, 8) for n, h in ((5, 4), (7, 2), (7, 2)))
+    offsets = {f"cu_seqlens_{x}": torch.tensor([0, n], dtype=torch.int32) for x, n in (("q", 5), ("k", 7))}
+    lengths = torch.tensor([7, 4], dtype=torch.int32)
+    slopes = torch.tensor([0.1, 0.3, 0.0, -0.2]).to(dtype).requires_grad_()
+    for run in (
+        lambda slopes: onepass.attention(q, k, v, alibi_slopes=slopes),
+        lambda slopes: onepass.attention_varlen(q[0], k[0], v[0], **offsets, alibi_slopes=slopes),
+        lambda slopes: onepass.attention_decode(q, k, v, cache_seqlens=lengths, alibi_slopes=slopes.detach()),
+    ):
+        long = slopes.detach().float().requires_grad_()
+        out, expected = run(slopes), run(long)
+        assert torch.equal(out, expected)
+        if expected.requires_grad:
+            (found,), (wanted,) = (torch.autograd.grad(x.sum(), t) for x, t in ((out, slopes), (expected, long)))
+            assert torch.equal(found, wanted.to(dtype))
+    assert onepass.supports(q, k, v, alibi_slopes=slopes).ok
+    assert onepass.supports(q, k_cache=k, v_cache=v, cache_seqlens=lengths, alibi_slopes=slopes).ok
