@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass import fp8
-from onepass.api import decode, fast_path
+from onepass.api import attention, calls, decode, fast_path
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.kernels.config import ForwardConfigSm80
@@ -43,6 +43,10 @@ def count_operator(monkeypatch):
 
     monkeypatch.setattr(ops, "options_of", counted)
     return count
+
+
+class Seen(Exception):
+    """What a function is given, in place of its result."""
 
 
 def same(a, b):
@@ -110,27 +114,83 @@ def test_fp8_tensors_of_equal_shapes(count_operator):
         assert count_operator == [n]
 
 
-@pytest.mark.parametrize("kind", ["attention", "attention_varlen", "modifiers", "precision", "QuantizedQKV"])
-def test_a_repeated_call_is_prepared_like_the_first_one(kind, monkeypatch):
-    real, prepared, tuning = dispatch.prepare, [], ForwardConfigSm80(tile_n=32)
+KINDS = {
+    "plain": {},
+    "modifiers": {
+        "seqstart_k": torch.tensor([1, 2], dtype=INT32),
+        "key_ranges": torch.tensor([1, 6], dtype=INT32).expand(1, 1, 6, 2),
+        "q_positions": torch.arange(6, dtype=INT32)[None],
+        "alibi_slopes": torch.ones(4),
+        "bias": torch.ones(1, 1, 6, 6),
+        "dropout_p": 0.5,
+    },
+    "precision": {"precision": "fp8"},
+    "QuantizedQKV": {},
+}
+ALL_OPTIONS = {"causal": True, "window": (3, -1), "softcap": 2.0, "softmax_scale": 0.3, "deterministic": True}
+ALL_OPTIONS |= {"sinks": torch.zeros(4), "seqused_k": torch.tensor([2, 3], dtype=INT32), "return_lse": True}
+
+
+def call_of_kind(kind, is_packed, **options):
+    given = packed() if is_packed else tensors()
+    offsets = {n: t for n, t in given.items() if n.startswith("cu_seqlens")}
+    rows = [given[n].half() for n in "qkv"]
+    modifiers = KINDS[kind]
+    if kind == "modifiers" and is_packed:
+        in_batch = "key_ranges", "q_positions", "bias"
+        modifiers = modifiers | {name: modifiers[name][0] for name in in_batch}
+    if kind == "QuantizedQKV":
+        rows = [onepass.quantize_fp8(*rows, **offsets), None, None]
+    return (onepass.attention_varlen if is_packed else onepass.attention), rows, offsets | modifiers | options
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_prepared_is_what_was_checked(kind, is_packed, monkeypatch):
+    """The operator makes the problem again from its arguments; a forward that is kept is that of the known one."""
+    real, checked, prepared, tuning = dispatch.prepare, [], [], ForwardConfigSm80(tile_n=32)
+
+    def require(problem, requested, tuning, device):
+        assert requested == "tiled"
+        checked.append((problem, device, tuning))
+        return requested
 
     def prepare(name, problem, device, tuning=None):
-        prepared.append((name, problem, device, tuning))
+        assert name == "tiled"
+        prepared.append((problem, device, tuning))
         return real(name, problem, device)
 
     monkeypatch.setattr(dispatch, "prepare", prepare)
-    monkeypatch.setattr(dispatch, "require", lambda *_: "tiled")
+    monkeypatch.setattr(dispatch, "require", require)
     monkeypatch.setattr(backends, "config_type", lambda name: ForwardConfigSm80)
-    if kind == "attention_varlen":
-        onepass.attention_varlen(**packed(), tuning=tuning)
-    elif kind == "QuantizedQKV":
-        onepass.attention(onepass.quantize_fp8(*(t.half() for t in tensors().values())), causal=True, tuning=tuning)
-    else:
-        options = {"modifiers": {"alibi_slopes": torch.ones(4)}, "precision": {"precision": "fp8"}}.get(kind, {})
-        onepass.attention(*(t.half() for t in tensors().values()), tuning=tuning, **options)
+    function, rows, options = call_of_kind(kind, is_packed, tuning=tuning, **ALL_OPTIONS)
+    function(*rows, **options, backend="tiled")
     assert len(prepared) == (1 if kind == "modifiers" else 2)  # by the operator, and to be kept
-    assert len(set(prepared)) == 1
-    assert prepared[0][3] == tuning
+    assert set(prepared) == {checked[0]} == {(checked[0][0], torch.device("cpu"), tuning)}
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_argument_reaches_the_checks(kind, is_packed, monkeypatch):
+    def check(*tensors, **arguments):
+        raise Seen(tensors, arguments)
+
+    name = "check_attention_varlen" if is_packed else "check_attention"
+    for module in (attention, calls):
+        monkeypatch.setattr(module, name, check)
+        monkeypatch.setattr(module.fp8, "check_quantized_call", check)
+    hints = {"max_seqlen_q": 5, "max_seqlen_k": 4} if is_packed else {}
+    function, rows, options = call_of_kind(kind, is_packed, tuning=ForwardConfigSm80(), **hints, **ALL_OPTIONS)
+    for run in (function, lambda *rows, **options: calls._supports(*rows, dict(options), None)):
+        with pytest.raises(Seen) as seen:
+            run(*rows, **options)
+        given, found = seen.value.args
+        assert all(t is row for t, row in zip(given, rows, strict=True))
+        modifiers = found.pop("modifiers", None) or {}
+        found |= modifiers.get("given", {}) | {"dropout_p": modifiers.get("dropout_p", 0.0)}
+        # what a call leaves out has a default that is not true; precision is checked apart
+        expected = {n: value for n, value in options.items() if n != "precision"}
+        assert {n: value for n, value in found.items() if n in options or value} == expected
 
 
 @pytest.mark.parametrize("layout", ["transposed", "slices"])
@@ -570,10 +630,6 @@ def test_options_of_decoding_that_change_no_value_here_have_calls_of_their_own(c
     caches = {n: torch.randn(2, 40, 2, 17)[..., :16] for n in ("k_cache", "v_cache")}
     onepass.attention_decode(**step(**caches))
     assert count_decode == [n + 1]
-
-
-class Seen(Exception):
-    """The options of a call, where it looks for the forward of an earlier one."""
 
 
 def test_each_option_of_decoding_reaches_the_key(monkeypatch):
