@@ -18,9 +18,12 @@ from onepass import fp8
 from onepass.api import attention, calls, decode, fast_path
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
+from onepass.dispatch import decode as decode_dispatch
 from onepass.kernels.config import ForwardConfigSm80
 from onepass.ops import attention as ops
 from onepass.ops import decode as decode_ops
+from onepass.problem.decode import MODIFIERS as MODIFIER_NAMES
+from onepass.problem.decode import TENSORS
 from onepass.testing.inputs import random_call
 
 INT32 = torch.int32
@@ -646,6 +649,61 @@ def test_each_option_of_decoding_reaches_the_key(monkeypatch):
         with pytest.raises(Seen) as seen:
             onepass.attention_decode(**step(**packed, **{name: value}))
         assert seen.value.args == (default._replace(**{name: value}),)
+
+
+ROTARY = {"rotary_cos": torch.rand(40, 4), "rotary_sin": torch.rand(40, 4), "rotary_interleaved": True}
+NEW_KEYS = {name: torch.ones(2, 2, 2, 16) for name in ("k_new", "v_new")}
+DECODING = {
+    "new keys": lambda: step(
+        **NEW_KEYS, **ROTARY, num_splits=3, window=(9, -1), softcap=2.0, softmax_scale=0.3, sinks=torch.ones(4)
+    ),
+    "packed pages": lambda: (
+        in_pages(step(cu_seqlens_q=torch.tensor([0, 1, 6], dtype=INT32), max_seqlen_q=3))
+        | {"q": torch.ones(6, 4, 16), "split_size": 64, "causal": False}
+    ),
+    "e4m3": lambda: (
+        step(kv_block=8, check_values=True, num_splits=2)
+        | {name: torch.ones(2, 40, 2, 16).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+        | {name: torch.rand(2, 2, 5) + 1 for name in ("k_descale", "v_descale")}
+    ),
+    "modifiers": lambda: step(**MODIFIERS, window=(None, 3), split_size=128),
+    "positions": lambda: step(
+        **NEW_KEYS,
+        **ROTARY,
+        rotary_positions_q=torch.tensor([[3, 4, 5]], dtype=INT32),
+        rotary_positions_k=torch.tensor([[7, 8]], dtype=INT32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_what_decodes_is_what_was_checked(name, monkeypatch):
+    """The operator makes the problem again from its arguments, and has every tensor of the call in its place."""
+    real, checked = decode.check_decode, []
+
+    def check(inputs, **options):
+        assert {n: options[n] for n in arguments.keys() & options.keys()} == {
+            n: value for n, value in arguments.items() if not isinstance(value, torch.Tensor)
+        }
+        checked.append(real(inputs, **options))
+        return checked[-1]
+
+    def run(problem, inputs):
+        raise Seen(problem, inputs)
+
+    monkeypatch.setattr(decode, "check_decode", check)
+    monkeypatch.setattr(decode_dispatch, "load_decode", lambda name, device: run)
+    arguments = DECODING[name]()
+    with pytest.raises(Seen) as seen:
+        onepass.attention_decode(**arguments)
+    problem, inputs = seen.value.args
+    assert [problem] == checked
+    tensors = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor)}
+    names = TENSORS + (MODIFIER_NAMES if inputs.is_modified else ())
+    found = {n: t for n, t in zip(names, inputs.tensors, strict=True) if t is not None}
+    assert found.keys() == tensors.keys()
+    for n, t in tensors.items():
+        assert (found[n].data_ptr(), found[n].shape, found[n].stride()) == (t.data_ptr(), t.shape, t.stride())
 
 
 @pytest.mark.parametrize(("window", "first_calls"), [(None, 3), ((99, 0), 140)])
