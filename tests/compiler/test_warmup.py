@@ -106,6 +106,20 @@ def test_a_gradient_of_lse_needs_lse(compiled, call, kernel, others):
     assert len(compiled) == 3 + others
 
 
+@pytest.mark.parametrize("name", ["alibi_slopes", "bias"])
+def test_terms_that_require_a_gradient_have_one(compiled, name):
+    """The forward does not depend on it: it has one kernel."""
+    shape = {"alibi_slopes": (32,), "bias": (1, 1, 1, 4096)}[name]
+    calls = [META | {name: torch.zeros(shape, device="meta", requires_grad=needs_one)} for needs_one in (False, True)]
+    onepass.warmup(calls, backend="sm90", workers=1, gradients=True)
+    keys = {
+        kernel: [dict(key[0]) for found, key, _ in compiled if found == kernel] for kernel in ("forward", "backward")
+    }
+    assert len(keys["forward"]) == 1
+    flags = [(key["constant_slopes"], key["constant_bias"]) for key in keys["backward"]]
+    assert flags == [(name == "alibi_slopes", name == "bias"), (False, False)]
+
+
 def test_a_problem_does_not_say_whether_lse_is_returned(compiled):
     onepass.warmup([PROBLEM], backend="sm90", workers=1, gradients=True)
     assert [key[-1] for name, key, _ in compiled if name == "backward"] == [False, True]
