@@ -10,7 +10,7 @@ import onepass
 from onepass.dispatch import ahead, backends
 from onepass.kernels.compiler import compile, pool
 from onepass.kernels.heuristics import tuned
-from onepass.problem import AttentionProblem, Mask
+from onepass.problem import AttentionProblem, Mask, Quantization
 
 CUDA = torch.device("cuda", 0)
 
@@ -108,9 +108,32 @@ def test_no_other_lengths(requested, monkeypatch, rank, cpus, changes):
     assert sorted(set(requested)) == sorted(requested)
 
 
-@pytest.mark.parametrize(("name", "changes"), [("tiled", {}), ("cpu", {}), ("sm90", {"num_heads_q": 0})])
+def test_other_lengths_have_as_many_tokens():
+    """8192 tokens of packed sequences, or the batch or the number of tokens of 2 x 8192."""
+    packed, dense = (
+        list(ahead.at_other_lengths(problem(128, is_packed=is_packed, batch=2))) for is_packed in (True, False)
+    )
+    assert {(other.seqlen_q, other.seqlen_k) for other in packed} == {(8192, 8192)}
+    assert [other.batch for other in packed] == [128, 64, 32, 16, 8, 4, 2, 1, 1, 1]
+    assert {other.batch for other in dense if other.seqlen_q == 64} == {2, 256}
+    assert {other.batch for other in dense if other.seqlen_q == 32768} == {2, 1}
+    assert all(other.seqlen_q == other.seqlen_k for other in dense)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("tiled", {}), ("cpu", {}), ("sm90", {"num_heads_q": 0}), ("sm90", {"quantization": Quantization(torch.half)})],
+)
 def test_nothing_without_kernels(requested, name, changes):
     ahead.compile_with_backward(name, problem(128, **changes), CUDA)
+    assert requested == []
+
+
+def test_nothing_for_a_gpu_of_another_architecture(requested, monkeypatch):
+    """Requests are for the current GPU."""
+    monkeypatch.setattr(backends, "arch_of", lambda name, device=None: "sm_80" if device is None else "sm_86")
+    ahead.compile_with_backward("sm80", problem(128), CUDA)
+    ahead.compile_with_backward("sm80", problem(128), torch.device("cpu"))
     assert requested == []
 
 

@@ -129,6 +129,16 @@ EDGES = [
         {"table": [[6, 0, 0], [99, 5, 0]], "lengths": (2, 4), "seqlen_new": 4, "seqstart_k": int32(6, 8)},
         r"page_table\[0, 0\]: expected a page 0 to 5 of the cache, got 6",
     ),
+    # a ring of pages: new keys are written over old ones, which a window or ranges of keys hide
+    *(
+        (
+            in_pages,
+            {"table": [[0, 1, 0], [2, 3, 4]], "lengths": (8, 3), "seqlen_new": 2, **hiding},
+            {"table": [[0, 1, 0], [2, 3, 4]], "lengths": (8, 3), "seqlen_new": 2},
+            r"page_table\[0, 2\]: expected a page with rows 0 to 1 for new keys alone, got page 0",
+        )
+        for hiding in ({"window": (4, 0)}, {"key_ranges": int32(6, 99).expand(1, 1, 2, 2)})
+    ),
     (rotated, {"rows": 20}, {"rows": 19}, "rotary_cos: expected a row for each of the 20 positions, got 19"),
     (rotated, {"rows": 22, "seqlen_new": 2}, {"rows": 21, "seqlen_new": 2}, "each of the 22 positions, got 21"),
     (rotated, positions([1, 6], rows=7), positions([1, 7], rows=7), "each of the 8 positions, got 7"),
