@@ -172,11 +172,13 @@ def _refuse_descales(inputs: DecodeInputs, kv_block: int | None, starts: list[in
         if descale is None:
             continue
         for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            step = max(1, end) if kv_block is None else kv_block
+            if start == end:
+                continue
+            step = end if kv_block is None else kv_block
             key = torch.arange(start // step * step, end, step, device=descale.device)
             values = descale_of_keys(descale, inputs, kv_block, torch.full_like(key, b), key)
             wrong = ~values.isfinite() | (values == 0)
-            if len(key) and wrong.any():
+            if wrong.any():
                 raise ValueError(
                     f"{name}: expected finite numbers other than 0 for the keys of sequence {b}, "
                     f"got {float(values[wrong][0])}"

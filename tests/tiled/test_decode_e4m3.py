@@ -1,5 +1,7 @@
 """attention_decode over an e4m3 cache on the CPU: exact attention over real values, and the values written to it."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -268,3 +270,20 @@ def test_descales_that_no_key_can_have(kind, value):
         for b, n in enumerate(FILLED):
             arguments["k_descale"][b, :, n // arguments["kv_block"] + 1 :] = value
     assert torch.equal(onepass.attention_decode(**arguments), expected)
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_descales_of_exactly_the_keys_are_checked(is_paged):
+    """Of blocks (or pages) of 16 keys, those that hold keys from a sequence's start to its end."""
+    kind = "page" if is_paged else "block"
+    arguments, _ = arguments_of(kind)
+    for start, end in ((0, 1), (5, 12), (15, 17), (16, 32), (17, 64), (33, 48), (20, 20)):
+        arguments["cache_seqlens"] = torch.tensor([end, 0, 0], dtype=INT32)
+        arguments["seqstart_k"] = torch.tensor([start, 0, 0], dtype=INT32)
+        for block in range(4):
+            descale = arguments["k_descale"].clone()
+            descale[arguments["page_table"][0, block] if is_paged else (0, slice(None), block)] = 0.0
+            holds_keys = start < end and start < 16 * (block + 1) and end > 16 * block
+            refuses = pytest.raises(ValueError, match="^k_descale: expected finite numbers other than 0")
+            with refuses if holds_keys else contextlib.nullcontext():
+                onepass.attention_decode(**arguments | {"k_descale": descale})
