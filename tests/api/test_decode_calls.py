@@ -252,3 +252,16 @@ def test_warmup_without_kernels(hopper, monkeypatch):
     for name in ("sm80", "sm90"):
         with pytest.raises(NotImplementedError, match=f"backend {name}: expected a GPU, whose size decides"):
             onepass.warmup([CALL], backend=name)
+
+
+@pytest.mark.parametrize("names", [("k_cache", "v_cache"), ("q",)], ids=str)
+def test_autocast_casts_what_a_call_would_cast(names):
+    """Rows that meet a cache in autocast's dtype are cast; a cache is not, so that one in float32 meets no 16 bits."""
+    given = {"q": torch.randn(2, 1, 4, 16), **dict.fromkeys(("k_cache", "v_cache"), torch.randn(2, 9, 2, 16))}
+    given |= {name: given[name].bfloat16() for name in names}
+    lengths = torch.tensor([9, 4], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        support = onepass.supports(**given, cache_seqlens=lengths)
+        assert support.ok == ("q" not in names), support.reason
+        if support.ok:
+            onepass.attention_decode(**given, cache_seqlens=lengths)

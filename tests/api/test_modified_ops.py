@@ -137,3 +137,23 @@ def test_flops_are_those_of_the_pairs_that_the_window_leaves():
             with FlopCounterMode(display=False) as counter:
                 call_over_a_cache(*tensors, **({"cache_seqlens": torch.empty_like(LENGTHS)} if is_fake else {}))
         assert counter.get_total_flops() == 4 * 4 * 8 * pairs
+
+
+def test_each_tensor_alone_has_its_gradient():
+    """A gradient does not depend on which other tensors require one, and nothing else gets one."""
+    tensors = {name: torch.randn(2, n, h, 8) for name, n, h in (("q", 5, 4), ("k", 7, 2), ("v", 7, 2))}
+    tensors |= {"sinks": torch.randn(4), "alibi_slopes": torch.rand(4), "bias": torch.randn(1, 4, 5, 7)}
+
+    def gradients(names):
+        leaves = {n: t.detach().clone().requires_grad_(n in names) for n, t in tensors.items()}
+        result = onepass.attention(**leaves, causal=True, return_lse=True)
+        (result.out.sin().sum() + result.lse.cos().sum()).backward()
+        return {n: t.grad for n, t in leaves.items() if t.grad is not None}
+
+    expected = gradients(tensors)
+    assert expected.keys() == tensors.keys()
+    for names in (*((name,) for name in tensors), ("q", "bias"), ("q", "alibi_slopes")):
+        found = gradients(names)
+        assert found.keys() == set(names)
+        for name in names:
+            torch.testing.assert_close(found[name], expected[name])

@@ -175,6 +175,16 @@ def test_blocks_of_queries_that_may_see_no_key(mask, lengths, may_skip):
     assert used.may_skip_blocks
 
 
+def test_rounded_lengths_are_few_and_near():
+    """At most 64 keys or an eighth above, and no more than eight for each power of two."""
+    lengths = range(1, 2**15)
+    rounded = [rounded_length(n) for n in lengths]
+    assert all(n <= r < n + max(64, n / 8 + 1) and r % 64 == 0 for n, r in zip(lengths, rounded, strict=True))
+    assert rounded == sorted(rounded)
+    assert len({r for r in rounded if 2**14 < r <= 2**15}) == 8
+    assert len({r for r in rounded if r <= 512}) == 8
+
+
 @pytest.fixture
 def _arbitrary_values():
     """torch.empty gives NaN, and the largest integer, as memory from an earlier call may."""

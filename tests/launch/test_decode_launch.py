@@ -15,9 +15,9 @@ from onepass.kernels.launch import append as append_launch
 from onepass.kernels.launch import decode as decode_launch_common
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import decode_sm90 as decode_launch_sm90
-from onepass.problem.decode import DecodeInputs, RotaryPositions
+from onepass.problem.decode import FEW_QUERIES, DecodeInputs, RotaryPositions
 from onepass.tiled import cache as tiled_cache
-from onepass.validation.decode import check_decode
+from onepass.validation.decode import check_decode, few_queries
 
 INT32 = torch.int32
 OPTIONS = {
@@ -362,6 +362,32 @@ def test_what_the_kernels_do_not_take(module, changes, words):
     assert words in module.unsupported(replace(asked, attention=attention, **own))
     in_16_bits = replace(asked, attention=replace(attention, kv_dtype=None, head_dim=63, dtype=torch.float16))
     assert decode_launch.unsupported(in_16_bits) is None
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize(
+    ("heads", "strides", "offset", "is_aligned"),
+    [
+        (2, (4096, 128, 64), 0, True),
+        (2, (4096, 128, 64), 8, True),
+        (2, (4096, 128, 64), 4, False),
+        (2, (4224, 132, 64), 0, False),
+        (2, (4224, 136, 68), 0, False),
+        (1, (4096, 128, 3), 0, True),  # the stride of a single head says nothing
+        (2, (4100, 128, 64), 0, False),
+    ],
+)
+def test_rows_of_caches_at_multiples_of_16_bytes(name, heads, strides, offset, is_aligned):
+    inputs = inputs_of(room=16, heads=(8, heads))
+    columns = getattr(inputs, name).shape[-1]
+    memory = torch.zeros(10000, dtype=torch.bfloat16).as_strided((2, 16, heads, columns), (*strides, 1), offset)
+    assert check_decode(inputs._replace(**{name: memory}), **OPTIONS).has_aligned_rows == is_aligned
+
+
+def test_few_packed_queries_are_a_hint():
+    offsets = torch.zeros(3, dtype=INT32)
+    found = [few_queries(n, offsets) for n in (None, 0, 1, FEW_QUERIES, FEW_QUERIES + 1, torch.tensor(3))]
+    assert found == [None, 0, 1, FEW_QUERIES, None, None]
 
 
 def test_packed_queries_are_tiled_by_the_most_that_a_sequence_has(monkeypatch):
