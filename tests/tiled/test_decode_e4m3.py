@@ -284,6 +284,6 @@ def test_descales_of_exactly_the_keys_are_checked(is_paged):
             descale = arguments["k_descale"].clone()
             descale[arguments["page_table"][0, block] if is_paged else (0, slice(None), block)] = 0.0
             holds_keys = start < end and start < 16 * (block + 1) and end > 16 * block
-            refuses = pytest.raises(ValueError, match="^k_descale: expected finite numbers other than 0")
+            refuses = pytest.raises(ValueError, match=r"^k_descale: expected finite numbers other than 0")
             with refuses if holds_keys else contextlib.nullcontext():
                 onepass.attention_decode(**arguments | {"k_descale": descale})
