@@ -315,3 +315,12 @@ assert not any(name.startswith("onepass.kernels.sm") for name in sys.modules)
 assert (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_default_dtype()) == before
 """
     fresh_process.check(code)
+
+
+def test_autocast_leaves_float64():
+    q, k, v = (torch.randn(1, 5, 2, 8, dtype=torch.float64) for _ in range(3))
+    expected = onepass.attention(q, k, v, causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = onepass.attention(q, k, v, causal=True)
+    assert out.dtype == torch.float64
+    assert torch.equal(out, expected)

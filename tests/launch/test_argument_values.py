@@ -175,6 +175,31 @@ def test_blocks_of_queries_that_may_see_no_key(mask, lengths, may_skip):
     assert used.may_skip_blocks
 
 
+ROW_RANGES = {"has_modifiers", "has_modifiers_beside_starts", "has_row_ranges", "has_intervals", "hides_pairs"}
+TERMS = {"has_modifiers", "has_modifiers_beside_starts", "adds_terms"}
+# what follows from each option alone, which decides what kernels are given
+CONSEQUENCES = (
+    ({}, set()),
+    *(({name: True}, set()) for name in ("has_sinks", "has_seqused_k", "is_packed", "deterministic")),
+    ({"softcap": 3.0}, set()),
+    *(({"mask": mask}, {"hides_pairs"}) for mask in (Mask(3, None), Mask(None, 0), Mask(3, 3))),
+    ({"has_seqstart_k": True}, {"has_modifiers", "has_intervals", "hides_pairs"}),
+    ({"has_key_ranges": True}, ROW_RANGES),
+    ({"has_q_positions": True}, ROW_RANGES),
+    ({"has_alibi": True}, TERMS),
+    ({"bias_dtype": torch.bfloat16}, TERMS | {"has_bias", "hides_pairs"}),  # -inf hides a pair
+    ({"dropout_p": 0.1}, {"has_modifiers", "has_modifiers_beside_starts"}),
+    ({"kv_dtype": E4M3}, {"has_e4m3_cache"}),
+    *(({name: 0}, {"is_empty"}) for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q")),
+)
+
+
+@pytest.mark.parametrize(("changes", "expected"), CONSEQUENCES)
+def test_what_follows_from_an_option(changes, expected):
+    problem, names = replace(PROBLEM, **changes), set().union(*(names for _, names in CONSEQUENCES))
+    assert {name for name in names if getattr(problem, name)} == expected
+
+
 def test_rounded_lengths_are_few_and_near():
     """At most 64 keys or an eighth above, and no more than eight for each power of two."""
     lengths = range(1, 2**15)
