@@ -1,6 +1,7 @@
 """The backend that runs a call on a device: tested without a GPU, by pretending that there is one."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch
 import onepass
 from onepass import ForwardConfigSm80, ForwardConfigSm90
 from onepass.dispatch import attention as dispatch
-from onepass.dispatch import backends
+from onepass.dispatch import backends, decode, fp8, partials
 from onepass.kernels.config import HOPPER, BackwardConfigSm80
 from onepass.kernels.heuristics import tuned
 from onepass.problem import AttentionProblem, Mask
+from onepass.problem.decode import DecodeProblem
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -171,3 +173,42 @@ def test_kernels_are_compiled_for_the_gpu(gpu, capability, arch):
     assert {request[2] for _, request in requests} == {arch}
     assert all(isinstance(config, BackwardConfigSm80) for config, _ in requests)
     assert dispatch.backward_requests("sm80", problem(batch=70000), False) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels", "e4m3"),
+    [((7, 5), 0, 0), ((8, 0), 1, 0), ((8, 6), 1, 0), ((8, 9), 1, 1), ((9, 0), 1, 1), ((10, 0), 1, 1)],
+)
+def test_the_first_gpus_with_kernels_and_with_e4m3(gpu, monkeypatch, capability, kernels, e4m3):
+    gpu(*capability)
+    device = torch.device("cuda", 0)
+    assert (backends.refusal("sm80", problem(), device) is None) == kernels
+    assert partials.has_merge_kernel(device) == kernels
+    with onepass.use_backend("tiled"):
+        assert not partials.has_merge_kernel(device)
+    over_e4m3 = DecodeProblem(replace(problem(), kv_dtype=torch.float8_e4m3fn))
+    assert (decode._unsupported("sm80", over_e4m3, True, device) is None) == e4m3
+    assert decode._unsupported("sm80", DecodeProblem(problem()), True, device) is None
+    on_gpu = SimpleNamespace(device=device)
+    assert fp8._has_e4m3_kernels(on_gpu) == e4m3
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not fp8._has_e4m3_kernels(on_gpu)  # no launch is traced
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_taken"),
+    [(Mask(), 1), (Mask(None, 0), 1), (Mask(None, 3), 1), (Mask(None, -1), 0), (Mask(3, 0), 0), (Mask(0, None), 0)],
+)
+def test_the_choice_of_a_backend_with_split_size_depends_on_no_length(mask, is_taken):
+    asked = DecodeProblem(replace(problem(device_type="cpu"), mask=mask), split_size=64)
+    assert (decode._unsupported("cpu", asked, False, None) is None) == is_taken
+    assert decode._unsupported("cpu", replace(asked, split_size=None), False, None) is None
+
+
+def test_a_configuration_is_checked_for_the_gpu_of_the_tensors(gpu, monkeypatch):
+    gpu(8, 0)
+    seen, device = [], torch.device("cuda", 1)
+    monkeypatch.setattr(backends, "arch_of", lambda name, device=None: f"{name} on {device}")
+    monkeypatch.setattr(ForwardConfigSm80, "check", lambda config, problem, arch: seen.append(arch))
+    dispatch.require(problem(), "sm80", ForwardConfigSm80(), device)
+    assert seen == ["sm80 on cuda:1"]
