@@ -10,6 +10,7 @@ import torch
 import onepass
 from onepass import reference
 from onepass.testing.inputs import Call
+from onepass.tiled.merge import merge_in_torch
 
 INT32, FP64 = torch.int32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -256,3 +257,19 @@ def test_the_gradient_of_out_of_a_row_without_keys_does_not_reach_the_sink(value
     results = onepass.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
     (dsinks,) = torch.autograd.grad(results, sinks, (dout, dlse))
     assert dsinks.isnan().tolist() == [False, False, True, False]
+
+
+def test_a_sink_of_nan_reaches_no_row_without_keys_when_partials_are_merged():
+    """out stays 0 there, and lse is NaN; of another row both are NaN, and another head has its result."""
+    outs = [torch.randn(1, 2, 2, 4, dtype=torch.float64) for _ in range(3)]
+    lses = [torch.randn(1, 2, 2, dtype=torch.float64) for _ in range(3)]
+    for lse in lses:
+        lse[..., 0] = -torch.inf  # the first row sees no key
+    sinks = torch.tensor([torch.nan, 1.0], dtype=torch.float64)
+    out, lse = merge_in_torch(outs, lses, sinks)
+    assert (out[:, 0] == 0).all()
+    assert out[:, 1, 0].isnan().all()
+    assert lse[:, 0].isnan().all()
+    expected, expected_lse = merge_in_torch(outs, lses, torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(out[:, :, 1], expected[:, :, 1])
+    torch.testing.assert_close(lse[:, 1], expected_lse[:, 1])
