@@ -1,6 +1,7 @@
 """Options that the backend `cpu` hands to torch's operators as masks; random calls are in tests/tiled."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -199,3 +200,16 @@ def test_windows_that_hide_no_key_need_no_mask(left, wanted):
     q, k, v = tensors(40, 40).values()
     options = {"softmax_scale": 1.0, "softcap": None, "deterministic": False}
     assert needs_masks(AttentionProblem.of(AttentionInputs(q, k, v), mask=Mask(left, None), **options)) == wanted
+
+
+@pytest.mark.parametrize("sink", [math.nan, math.inf, -math.inf])
+def test_a_sink_that_is_not_finite(sink):
+    """A row that no key range lets see a key has out = 0 whatever its sink is; another head has its own result."""
+    q, k, v = (torch.randn(2, n, 2, 32) for n in (6, 9, 9))
+    low = torch.arange(6, dtype=torch.int32).view(1, 1, 6, 1).expand(1, 2, 6, 1)
+    ranges = torch.cat((low, low * 2), -1)  # none of the first query
+    given = {"key_ranges": ranges, "sinks": torch.tensor([sink, 0.5]), "return_lse": True}
+    found, expected = (onepass.attention(q, k, v, **given, backend=name) for name in ("cpu", "tiled"))
+    assert (expected.out[:, 0] == 0).all()
+    torch.testing.assert_close(found.out, expected.out, equal_nan=True)
+    torch.testing.assert_close(found.lse, expected.lse, equal_nan=True)
