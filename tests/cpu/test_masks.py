@@ -213,3 +213,11 @@ def test_a_sink_that_is_not_finite(sink):
     assert (expected.out[:, 0] == 0).all()
     torch.testing.assert_close(found.out, expected.out, equal_nan=True)
     torch.testing.assert_close(found.lse, expected.lse, equal_nan=True)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "by_operator"), [("half", 31, 0), ("half", 32, 1), ("float", 8, 1)])
+def test_few_columns_of_16_bits_are_computed_by_tiles(dtype, head_dim, by_operator, count):
+    """The operator rounds the values of many of their rows in the same direction."""
+    q, k, v = (torch.randn(1, 9, 2, head_dim, dtype=getattr(torch, dtype)) for _ in range(3))
+    onepass.attention(q, k, v, bias=torch.randn(1, 2, 9, 9), backend="cpu")
+    assert count["_forward"][0] == by_operator
