@@ -11,7 +11,6 @@ from launch_arguments import assert_as_traced
 from onepass.dispatch import attention as dispatch
 from onepass.geometry.block_range import query_blocks
 from onepass.kernels.config import BackwardConfigSm90
-from onepass.kernels.launch import backward
 from onepass.kernels.launch import backward_sm90 as backward_launch
 from onepass.kernels.launch.arguments import window_bounds
 from onepass.kernels.launch.backward_sm90 import Launch, unsupported
@@ -76,17 +75,6 @@ def test_kernels_are_given_what_they_were_traced_with(options, fields, monkeypat
         return Launch(wanted, config, *(kernels.get(name) for name in names), 4, 1, 1)
 
     assert_as_traced(wanted, launch, requests)
-
-
-def test_problems_whose_rows_differ_share_no_kernel_of_rows():
-    """A key says all that the code of a kernel depends on: the layout of rows, their columns and dtype, and dlse."""
-    asked, config = problem(), BackwardConfigSm90()
-    changed = ({"is_packed": True}, {"head_dim": 64}, {"head_dim_v": 64}, {"dtype": torch.float16})
-    kinds = [(asked, config, False), (asked, config, True), (asked, replace(config, tile_m=128), False)]
-    kinds += [(replace(asked, **changes), config, False) for changes in changed]
-    requests = [backward.requests_of_rows(one, tiles, "sm_90a", has_dlse) for one, tiles, has_dlse in kinds]
-    assert len({before.key for before, _ in requests}) == len(kinds)
-    assert len({after.key for _, after in requests}) == len(kinds) - 1  # the postprocess kernel takes no dlse
 
 
 def test_what_is_left_to_another_backend_says_why():

@@ -10,7 +10,6 @@ from launch_arguments import described
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from onepass.kernels.compiler import compile
-from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.launch import append as append_launch
 from onepass.kernels.launch import decode as decode_launch_common
 from onepass.kernels.launch import decode_sm80 as decode_launch
@@ -326,18 +325,6 @@ def test_without_queries_new_keys_are_appended(launched, empty, is_rotary, modul
     assert all(t.numel() > 0 for t in arguments if isinstance(t, torch.Tensor))
     assert arguments[-2:] == (5, 10)  # the rows of one batch entry and those of all
     assert [r[:3] for _, r in module.compile_requests(asked, inputs, inputs.q.device)] == [request[:3]]
-
-
-def test_problems_whose_kernels_differ_have_other_keys():
-    asked = check_decode(inputs_of(), **OPTIONS)
-    scaled = replace(asked, has_descales=True)
-    problems = asked, replace(asked, page_size=16), scaled, replace(scaled, kv_block=16)
-    requests = [
-        decode_launch.compile_request(problem, ForwardConfigSm80(), "sm_80", is_split)
-        for problem in problems
-        for is_split in (False, True)
-    ]
-    assert len({request.kernel for request in requests}) == 8
 
 
 @pytest.mark.parametrize(
