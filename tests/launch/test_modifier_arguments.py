@@ -128,3 +128,14 @@ def test_what_a_kernel_adds_for_pairs_becomes_the_gradient_of_terms(sizes, is_pa
     assert torch.equal(dbias, (pairs[0] if is_packed else pairs).sum_to_size(bias.shape).bfloat16())
     constant = replace(problem, constant_slopes=True, constant_bias=True)
     assert modifiers.gradients_of_terms(constant, BackwardConfigSm80(), inputs) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["seqstart_k", "key_ranges", "q_positions"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_that_take_turns_visit_every_block(deterministic, name):
+    given = {"seqstart_k": LENGTHS[:2], "key_ranges": ranges(2, 4), "q_positions": LENGTHS.new_zeros(2, 300)}
+    problem, _ = posed((2,), (4, 2), 300, 300, **{name: given[name]})
+    kernel = query_bounds.kernel_of(replace(problem, deterministic=deterministic, mask=Mask(3, None)), CONFIG)
+    assert kernel.visits_all == deterministic
+    assert kernel.fields == ({"seqstart_k": "starts", "key_ranges": "ranges", "q_positions": "positions"}[name],)
+    assert (kernel.has_window_left, kernel.has_window_right) == (True, False)
