@@ -27,20 +27,73 @@ def new_group(seconds: float) -> Any:
     return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=seconds))
 
 
-def different_plans(rank: int) -> str:
-    window = (16, 0) if rank == 1 else None
-    return message_of(lambda: distributed.plan(64, causal=True, window=window, **HEADS))
+# what rank 0 alone has, for each argument that ranks compare; None is for those that every rank has in its own way
+PLAN_ARGUMENTS: dict[str, Any] = {
+    "tokens": 62,
+    "num_heads_q": 12,
+    "num_heads_kv": 2,
+    "head_dim": 64,
+    "causal": True,
+    "window": (16, 0),
+    "layout": "cyclic",
+    "engine": "heads",
+    "chunks": 2,
+    "training": False,
+    "keep_gathered": True,
+    "transport": "copies",
+    "hardware": distributed.Hardware(bandwidth=1e9),
+    **dict.fromkeys(("group", "num_ranks", "rank", "timeout")),
+}
+OPTIONS: dict[str, Any] = {
+    "softcap": 5.0,
+    "sinks": torch.zeros(8),
+    "softmax_scale": 0.3,
+    "seqused_k": int32(64),
+    "seqstart_k": int32(0),
+    "key_ranges": int32(0, 64).expand(1, 1, 64, 2),
+    "alibi_slopes": torch.zeros(8),
+    "bias": torch.zeros(1, 1, 1, 64),
+    "dropout_p": 0.1,
+    "deterministic": True,
+    "return_lse": None,
+    "precision": "fp8",
+    "backend": "tiled",
+}
 
 
-def different_options(rank: int) -> list[str]:
+def plans_that_differ(rank: int) -> dict[str, str]:
+    """What ranks hear where rank 0 alone has an argument of `plan`, for each argument."""
+    found = {}
+    for name, value in PLAN_ARGUMENTS.items():
+        if value is not None:
+            arguments = {"tokens": 64, **HEADS} | ({name: value} if rank == 0 else {})
+            found[name] = message_of(lambda arguments=arguments: distributed.plan(**arguments))
+    return found
+
+
+def calls_that_differ(rank: int) -> dict[str, str]:
+    """What ranks hear where rank 0 alone has an option of `attention`, or other tensors."""
     plan = distributed.plan(64, causal=True, **HEADS)
-    q, k, v = shards(plan, 64)
-    messages = [message_of(lambda: distributed.attention(q, k, v, plan, softcap=5.0 + (rank == 2)))]
-    other = [t.double() if rank == 1 else t for t in (q, k, v)]
-    messages.append(message_of(lambda: distributed.attention(*other, plan)))
-    out = distributed.attention(q, k, v, plan)  # the plan still works
-    assert out.isfinite().all()
-    return messages
+    tensors = [t.bfloat16() for t in shards(plan, 64)]
+    q, k, v = tensors
+    sinks = torch.zeros(8)
+    others = {
+        "batch": ([t.expand(2, -1, -1, -1) for t in tensors], {}, {}),
+        "dtype": ([t.half() for t in tensors], {}, {}),
+        "head_dim": ([t.repeat(1, 1, 1, 2) for t in (q, k)] + [v], {}, {}),
+        "head_dim_v": ([q, k, v[..., :8]], {}, {}),
+        "recorded gradients of q, k, v": ([q, k, v.clone().requires_grad_()], {}, {}),
+        "sinks": (tensors, {"sinks": sinks.clone().requires_grad_()}, {"sinks": sinks}),
+        "alibi_slopes": (tensors, {"alibi_slopes": torch.zeros(1, 8)}, {"alibi_slopes": sinks}),
+        "bias": (tensors, {"bias": torch.zeros(1, 1, 64, 64)}, {"bias": torch.zeros(1, 1, 64, 64).bfloat16()}),
+    }
+    cases = {name: (tensors, {name: value}, {}) for name, value in OPTIONS.items() if value is not None}
+    found = {}
+    for name, (own, options, usual) in [*cases.items(), *((f"{name} ", case) for name, case in others.items())]:
+        given, options = (own, options) if rank == 0 else (tensors, usual)
+        found[name] = message_of(lambda given=given, options=options: distributed.attention(*given, plan, **options))
+    assert distributed.attention(*tensors, plan).isfinite().all()  # the plan still works
+    return found
 
 
 def a_rank_that_does_not_come(rank: int) -> list[str]:

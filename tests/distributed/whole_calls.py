@@ -104,7 +104,7 @@ def random_call(
         "chunks": rng.choice([1, 2, 8, None]),
         "keep_gathered": given(0.3),
     }
-    mask = rng.choice(["full", "causal", "causal", "window"])
+    mask = rng.choice(["full", "causal", "window", "window"])
     if mask == "causal":
         plan["causal"] = True
     if mask == "window":
