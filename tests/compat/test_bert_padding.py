@@ -77,6 +77,8 @@ def test_gradients(dtype):
     indices = torch.tensor([4, 0, 1], dtype=dtype)
     assert torch.autograd.gradcheck(lambda t: index_first_axis(t, indices), x)
     assert torch.autograd.gradcheck(lambda t: index_first_axis_residual(t, indices), x)
+    (residual,) = torch.autograd.grad(index_first_axis_residual(x, indices)[1].sum(), x)
+    assert (residual == 1).all()
     assert torch.autograd.gradcheck(lambda t: index_put_first_axis(t, indices, 7), x[:3].detach().requires_grad_())
     batch = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
 

@@ -732,6 +732,8 @@ def test_refusals(changes, error, match):
     [
         ({"cu_seqlens_q": OFFSETS_Q.long()}, TypeError, "cu_seqlens_q: expected dtype int32"),
         ({"cu_seqlens_k": OFFSETS_K[:2]}, ValueError, "k: expected 2 sequences like q, got 1"),
+        ({"cu_seqlens_q": OFFSETS_Q[:0]}, ValueError, r"cu_seqlens_q: expected shape \(batch \+ 1,\), got \(0,\)"),
+        ({"cu_seqlens_k": OFFSETS_K[:0]}, ValueError, r"cu_seqlens_k: expected shape \(batch \+ 1,\), got \(0,\)"),
         ({"seqused_q": USED_Q[:1]}, ValueError, r"seqused_q: expected shape \(2,\)"),
         ({"q": torch.ones(1, 12, 4, 8, dtype=DTYPE)}, ValueError, r"q: expected shape \(total_tokens"),
         ({"max_seqlen_q": 1.5}, TypeError, "max_seqlen_q: expected an int"),

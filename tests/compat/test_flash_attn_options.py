@@ -624,3 +624,24 @@ def test_how_many_splits_are_asked_for(given, passed, monkeypatch):
     q, cache = randn(2, 1, 4, 8), randn(2, 9, 2, 8)
     flash_attn_3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=5, num_splits=given)
     assert asked == [passed]
+
+
+NO_OPTION = [{"softcap": -1.0}, {"softcap": 0}, {"window_size": (-7, -2)}]
+
+
+@pytest.mark.parametrize(
+    ("library", "options"),
+    [
+        *((library, options) for library in (flash_attn, flash_attn_3, flash_attn_4) for options in NO_OPTION),
+        (flash_attn_3, {"attention_chunk": 2**40}),
+    ],
+)
+def test_values_that_mean_no_option(library, options):
+    q, k, v = qkv()
+    calls = [lambda **o: library.flash_attn_func(q, k, v, **o)]
+    if library is not flash_attn_4:
+        lengths = torch.tensor([9, 7], dtype=torch.int32)
+        calls.append(lambda **o: library.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **o))
+    for call in calls:
+        found, expected = (result[0] if isinstance(result, tuple) else result for result in (call(**options), call()))
+        torch.testing.assert_close(found, expected)

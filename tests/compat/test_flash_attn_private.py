@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from onepass.compat import flash_attn as fa
+from onepass.compat import flash_attn_3 as fa3
+from onepass.compat import flash_attn_4 as fa4
+from onepass.dispatch import attention as dispatch
 
 DTYPE = torch.float64
 OFFSETS = torch.tensor([0, 4, 11], dtype=torch.int32)
@@ -166,6 +169,11 @@ def test_pages_of_the_packed_forward():
     )
     torch.testing.assert_close(out, expected[0][:, 0])
     torch.testing.assert_close(lse, expected[1][..., 0].T)
+    for name, changes in (("seqused_k", {"seqused_k": used + 7}), ("cu_seqlens_k", {"seqused_k": None})):
+        with pytest.raises(ValueError, match=f"{name}: expected at most 8, .* got"):
+            fa._flash_attn_varlen_forward(
+                q, *pages, one_each, 9 * one_each, 1, 7, *by_position({}), **(arguments | changes)
+            )
     starts = torch.tensor([3, 0], dtype=torch.int32)
     out, *_ = fa._flash_attn_varlen_forward(
         q, *pages, one_each, one_each, 1, 7, *by_position({}), **arguments, leftpad_k=starts
@@ -191,9 +199,6 @@ def test_pages_of_the_packed_forward():
             ValueError,
             r"rng_state: expected int64 of shape \(2,\), got torch.float32 of shape \(3,\)",
         ),
-        ({"dout": torch.ones(2, 5, 4, 9, dtype=DTYPE)}, ValueError, r"dout: expected shape \(2, 5, 4, 8\), got"),
-        ({"softmax_lse": torch.ones(2, 5, 4)}, ValueError, r"softmax_lse: expected shape \(2, 4, 5\)"),
-        ({"dk": torch.ones(2, 7, 4, 8, dtype=DTYPE)}, ValueError, r"dk: expected shape \(2, 7, 2, 8\)"),
         ({"window_size_left": 1.5}, TypeError, "window_size_left: expected an int"),
     ],
 )
@@ -205,6 +210,52 @@ def test_bad_arguments_of_the_backward(changes, error, match):
     assert fa._flash_attn_backward(**arguments).shape == (2, 4, 128)
     with pytest.raises(error, match=match):
         fa._flash_attn_backward(**(arguments | changes))
+
+
+BAD_RESULTS = [
+    ({"dout": torch.ones(2, 5, 4, 9, dtype=DTYPE)}, ValueError, r"dout: expected shape \(2, 5, 4, 8\), got"),
+    ({"out": torch.ones(2, 5, 4, 9, dtype=DTYPE)}, ValueError, r"out: expected shape \(2, 5, 4, 8\), got"),
+    ({"lse": torch.ones(2, 5, 4)}, ValueError, r"lse: expected shape \(2, 4, 5\)"),
+    ({"lse": None}, TypeError, "lse: expected a torch.Tensor"),
+    ({"dq": torch.ones(2, 5, 2, 8, dtype=DTYPE)}, ValueError, r"dq: expected shape \(2, 5, 4, 8\)"),
+    ({"dk": torch.ones(2, 7, 4, 8, dtype=DTYPE)}, ValueError, r"dk: expected shape \(2, 7, 2, 8\)"),
+    ({"dv": torch.ones(2, 7, 2, 4, dtype=DTYPE)}, ValueError, r"dv: expected shape \(2, 7, 2, 8\)"),
+]
+
+
+def backward_of(library, results, **options):
+    """The private backward of a version: results has dout, out and lse, and may have dq, dk and dv."""
+    results = {"dq": None, "dk": None, "dv": None} | results | dict(zip("qkv", dense(), strict=True))
+    if library is fa4:
+        return fa4._flash_attn_bwd(**results, **options)
+    results["softmax_lse"] = results.pop("lse")
+    if library is fa3:
+        return fa3._flash_attn_backward(**results, **options)
+    names = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes")
+    usual = dict(zip(names, by_position({}), strict=True))
+    return fa._flash_attn_backward(**results, **(usual | {"deterministic": False} | options))
+
+
+@pytest.mark.parametrize("library", [fa, fa3, fa4])
+@pytest.mark.parametrize(("changes", "error", "match"), BAD_RESULTS)
+def test_bad_results_are_refused_by_every_backward(library, changes, error, match):
+    out, lse = fa3.flash_attn_func(*dense(), return_attn_probs=True)
+    results = {"dout": out, "out": out, "lse": lse}
+    backward_of(library, results)
+    with pytest.raises(error, match=match):
+        backward_of(library, results | changes)
+
+
+@pytest.mark.parametrize("library", [fa, fa3, fa4])
+def test_every_backward_passes_deterministic_on(library, monkeypatch):
+    asked, gradients = [], dispatch.load_backward
+    monkeypatch.setattr(
+        dispatch, "load_backward", lambda name, problem: asked.append(problem.deterministic) or gradients(name, problem)
+    )
+    out, lse = fa3.flash_attn_func(*dense(), return_attn_probs=True)
+    for deterministic in (False, True):
+        backward_of(library, {"dout": out, "out": out, "lse": lse}, deterministic=deterministic)
+    assert asked == [False, True]
 
 
 def test_results_of_private_functions_cannot_be_differentiated():

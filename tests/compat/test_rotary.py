@@ -136,9 +136,12 @@ def test_16_bits_are_rounded_once():
     torch.testing.assert_close(apply_rotary_emb(x, *tables), expected.bfloat16(), rtol=2**-8, atol=0)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("scale_base", [None, 16.0])
-def test_module(scale_base):
-    module = RotaryEmbedding(6, base=100.0, scale_base=scale_base)
+def test_module(scale_base, interleaved):
+    module = RotaryEmbedding(
+        6, base=100.0, scale_base=scale_base, interleaved=interleaved
+    ).bfloat16()  # and its buffers
     q, kv = randn(2, 5, 4, 8, dtype=torch.float32), randn(2, 5, 2, 2, 8, dtype=torch.float32, seed=1)
     frequencies = 100.0 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)
     angles = torch.outer(torch.arange(9.0, dtype=torch.float64), frequencies)
@@ -146,11 +149,16 @@ def test_module(scale_base):
     if scale_base is not None:
         columns = (torch.arange(0, 6, 2, dtype=torch.float64) + 0.4 * 6) / (1.4 * 6)
         scale = columns ** ((torch.arange(9, dtype=torch.float64) - 4) / scale_base)[:, None]
-    expected_q = apply_rotary_emb(q.double(), angles.cos() * scale, angles.sin() * scale, seqlen_offsets=4)
-    expected_k = apply_rotary_emb(kv[:, :, 0].double(), angles.cos() / scale, angles.sin() / scale, seqlen_offsets=4)
+    expected_q, expected_k = (
+        apply_rotary_emb(x.double(), angles.cos() * s, angles.sin() * s, interleaved, seqlen_offsets=4)
+        for x, s in ((q, scale), (kv[:, :, 0], 1 / scale))
+    )
     qkv = torch.cat((q, kv[:, :, 0], kv[:, :, 1]), 2)
     both = module(qkv.clone(), seqlen_offset=4, num_heads_q=4)
-    out_q, out_kv = module(q.clone(), kv.clone(), seqlen_offset=4)
+    given_q, given_kv = q.clone(), kv.clone()
+    out_q, out_kv = module(given_q, given_kv, seqlen_offset=4)
+    assert torch.equal(given_q, out_q)  # in place
+    assert torch.equal(given_kv, out_kv)
     for ours, expected in (
         (out_q, expected_q),
         (both[:, :, :4], expected_q),
@@ -171,6 +179,22 @@ def test_module_makes_longer_tables_when_it_needs_them():
     module = RotaryEmbedding(6)
     assert module(x.bfloat16()).dtype == torch.bfloat16
     assert torch.equal(module(x.clone()), RotaryEmbedding(6)(x.clone()))  # tables of 16 bits do not stay
+
+
+def test_tables_of_inference_mode_do_not_stay_in_training():
+    module, x = RotaryEmbedding(6), randn(1, 5, 3, 2, 8, dtype=torch.float32)
+    with torch.inference_mode():
+        module(x.clone())
+    leaf = x.clone().requires_grad_()
+    module(leaf * 1).sum().backward()
+    assert leaf.grad.isfinite().all()
+
+
+def test_a_backward_in_place_leaves_its_gradient_alone():
+    x, dout = randn(1, 5, 3, 2, 8).requires_grad_(), randn(1, 5, 3, 2, 8, seed=4)
+    given = dout.clone()
+    torch.autograd.grad(apply_rotary_emb_qkv_(x * 1, COS, SIN), x, given)
+    assert torch.equal(given, dout)
 
 
 ROTARY_ARGUMENTS = ("x", "cos", "sin", "interleaved", "inplace", "seqlen_offsets", "cu_seqlens", "max_seqlen")
@@ -224,6 +248,7 @@ def test_module_with_offsets_in_a_tensor():
         (lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=-1), "seqlen_offsets: expected an int from 0 on"),
         (lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=torch.ones(3)), "seqlen_offsets: expected an int or"),
         (lambda x: apply_rotary_emb_qkv_(x, COS, SIN), "num_heads_q: expected .* got None"),
+        (lambda x: apply_rotary_emb_qkv_(x, COS, SIN, num_heads_q=2), "num_heads_q: expected .* the 3 heads .* got 2"),
         (lambda x: apply_rotary_emb_kv_(x, COS, SIN), "kv: expected shape"),
     ],
 )

@@ -13,7 +13,9 @@ import onepass
 from onepass import log
 
 CODE = """
+import logging
 import onepass, torch
+logging.basicConfig(format="onepass: once more by the root logger: %(message)s")
 q = torch.randn(1, 9, 4, 8, requires_grad=True)
 k = torch.randn(1, 9, 2, 8)
 for _ in range(3):
