@@ -1,0 +1,248 @@
+"""Device code that looks things up and ends rows, run as Python: pages, descales, ends of softmaxes, query bounds."""
+
+import functools
+import importlib.util
+import itertools
+import math
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import query_bounds_reference
+import torch
+from test_elements_in_python import Float, Values, fresh, size
+from test_query_bounds_values import CONFIGS, RandomCall
+
+from onepass.kernels.launch import modifiers, query_bounds
+from onepass.kernels.launch.arguments import QueryBoundsArguments, window_bounds
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
+)
+
+
+class Registers(Values):
+    """A tensor of registers, whose coordinates may be nested."""
+
+    def __init__(self, shape, element_type=float):
+        super().__init__(np.zeros(shape, np.int64 if element_type is int else float))
+
+    def fill(self, value):
+        self.array[...] = value
+
+    def __getitem__(self, index):
+        return super().__getitem__(flat(index))
+
+    def __setitem__(self, index, value):
+        super().__setitem__(flat(index), value)
+
+
+def flat(index):
+    if not isinstance(index, tuple):
+        return (index,)
+    return tuple(i for part in index for i in (part if isinstance(part, tuple) else (part,)))
+
+
+class View(Values):
+    """A tensor of integers in memory that it shares."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def __getitem__(self, index):
+        if isinstance(index, tuple) and None in index:
+            return View(self.array[tuple(slice(None) if i is None else i for i in index)])
+        return super().__getitem__(index)
+
+
+class Lane:
+    """The number of the thread's lane, for code of a warp."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __call__(self):
+        return self.number
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """The modules, with the kernel language replaced by Python. Code of a whole warp runs with a warp of one lane."""
+    lane = Lane()
+    arch = SimpleNamespace(
+        lane_idx=lane,
+        fmax=max,
+        rcp_approx=lambda x: 1 / x,
+        vote_any_sync=bool,
+        warp_reduction_sum=lambda value, **_: value,
+        warp_redux_sync=lambda value, kind: value,
+        make_warp_uniform=lambda value: value,
+        thread_idx=lambda: (0, 0, 0),
+    )
+    cute = SimpleNamespace(
+        arch=arch,
+        size=size,
+        make_rmem_tensor=lambda shape, dtype: Registers(shape, dtype),
+        math=SimpleNamespace(exp2=lambda x, fastmath: 2.0**x, log2=lambda x, fastmath: math.log2(x)),
+        autovec_copy=lambda source, target: np.copyto(target.array, source.array),
+        domain_offset=lambda place, values: View(values.array[tuple(slice(i, None) for i in place)]),
+    )
+    cutlass = SimpleNamespace(
+        range_constexpr=range, range=lambda *bounds, unroll: range(*bounds), const_expr=lambda value: value
+    )
+    stand_ins = {"cute": cute, "cutlass": cutlass, "Float32": Float, "Int32": int, "Boolean": bool, "LANES": 1}
+    names = {
+        "online": "blocks.softmax.online",
+        "scales": "blocks.softmax.cache_scales",
+        "paged": "blocks.tiles.paged",
+        "append": "memory_bound.append",
+        "bounds": "memory_bound.query_bounds",
+        "rows": "memory_bound.backward_rows",
+        "sinks": "blocks.softmax.sinks",
+        "modifiers": "blocks.softmax.modifiers",
+    }
+    modules = {name: fresh(f"onepass.kernels.device.{path}") for name, path in names.items()}
+    for module in modules.values():
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setattr(module, name, stand_in, raising=False)
+    monkeypatch.setattr(modules["online"], "weight_of_sink", modules["sinks"].weight_of_sink)
+    monkeypatch.setattr(modules["bounds"], "WARPS", 1)
+    bounds, rows = modules["bounds"].QueryBounds, modules["rows"]
+    for owner, name in ((bounds, "number_of_warp"), (bounds, "sequence_of"), (bounds, "compared")):
+        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
+    monkeypatch.setattr(modules["bounds"], "write_four", modules["bounds"].write_four.__wrapped__)
+    monkeypatch.setattr(modules["bounds"], "sequence_of_block", rows.sequence_of_block.__wrapped__)
+    for name in ("Modifiers", "ModifierTensors"):
+        monkeypatch.setattr(modules["bounds"], name, getattr(modules["modifiers"], name))
+    return SimpleNamespace(**modules, lane=lane, arch=arch)
+
+
+@pytest.mark.parametrize("sink", [None, -math.inf, -3.0, 4.0, math.inf])
+def test_the_end_of_a_row(device, sink):
+    rng = random.Random(0)
+    finish = device.online.finish.__wrapped__
+    for scale_log2, _ in itertools.product((0.3, 1.5), range(20)):
+        scores = [rng.uniform(-9, 9) for _ in range(rng.choice([0, 1, 7]))]
+        row_max = rng.choice(scores) if scores else 0.0  # any reference will do
+        row_sum = sum(2.0 ** (s * scale_log2 - row_max * scale_log2) for s in scores)
+        weight, lse = finish(Float(row_max), Float(row_sum), scale_log2, None if sink is None else Float(sink))
+        terms = [s * scale_log2 * math.log(2.0) for s in scores] + [sink] * (sink is not None)
+        expected = torch.tensor([-math.inf, *terms], dtype=torch.float64).logsumexp(0).item()
+        assert lse == pytest.approx(expected)
+        share = 0.0 if not scores or sink == math.inf else math.exp(row_max * scale_log2 * math.log(2.0) - expected)
+        assert weight == pytest.approx(share)
+
+
+CAPACITY, PAGE_SIZE, NUM_PAGES, HEADS = 96, 16, 9, 2
+TABLE = np.array([[3, 8, 0, 5, 1, 7], [2, 6, -4, 99, 4, 4]])  # pages 2 and 3 of the second sequence do not exist
+
+
+def page_of(entry, key):
+    return min(max(TABLE[entry, key // PAGE_SIZE], 0), NUM_PAGES - 1)
+
+
+def pages_of(device):
+    return device.paged.Pages(Values(TABLE), PAGE_SIZE)
+
+
+def test_rows_in_pages(device):
+    rows = np.arange(PAGE_SIZE * NUM_PAGES).reshape(PAGE_SIZE, 1, NUM_PAGES)
+    pages = SimpleNamespace(table=Values(TABLE), page_size=PAGE_SIZE)
+    for entry in range(2):
+        paged = device.paged.PagedRows(Values(rows), pages, entry)
+        locations = device.paged.KeyLocations(pages, entry, NUM_PAGES, 4)
+        boxes = device.paged.BoxLocations(pages, NUM_PAGES, 8, 4)
+        for key, seqlen_k in itertools.product(range(0, CAPACITY, 5), (1, 50, CAPACITY)):
+            assert paged[key, 0] == rows[key % PAGE_SIZE, 0, page_of(entry, key)]
+            for lane in range(8):  # more lanes than keys that are loaded together
+                device.lane.number = lane
+                locations.look_up.__wrapped__(locations, key - 7, seqlen_k)
+                nearest = min(max(key - 7 + lane % 4, 0), seqlen_k - 1)
+                assert locations.found.array.tolist() == [page_of(entry, nearest), nearest % PAGE_SIZE]
+                boxes.keep = lambda: None
+                boxes.look_up.__wrapped__(boxes, entry, key // 32, seqlen_k)
+                nearest = min((key // 32 * 4 + lane % 4) * 8, seqlen_k - 1)
+                assert boxes.k_boxes.array.tolist() == [page_of(entry, nearest), nearest % PAGE_SIZE // 8]
+
+
+def test_places_of_new_keys(device):
+    append = device.append.Append(False, 2)
+    locate = device.append.Append.locate.__wrapped__
+    for entry, position in itertools.product(range(2), range(-20, CAPACITY + 20)):
+        is_inside = 0 <= position < CAPACITY
+        page, row, exists = locate(append, Values(np.zeros((2, CAPACITY))), None, entry, position)
+        assert exists == is_inside
+        assert not exists or (page, row) == (entry, position)
+        page, row, exists = locate(append, Values(np.zeros((NUM_PAGES, PAGE_SIZE))), Values(TABLE), entry, position)
+        assert exists == (is_inside and 0 <= TABLE[entry, position // PAGE_SIZE] < NUM_PAGES)
+        assert not exists or (page, row) == (TABLE[entry, position // PAGE_SIZE], position % PAGE_SIZE)
+
+
+@pytest.mark.parametrize("kind", ["entry", "block", "page"])
+def test_descales_of_a_cache(device, kind):
+    """A step multiplies scores by the descales of K, and P V over several steps gives values by those of V."""
+    rng, tile_n, block = np.random.default_rng(0), 32, 48
+    shape = NUM_PAGES if kind == "page" else 2, HEADS, CAPACITY // block if kind == "block" else 1
+    given = rng.uniform(0.5, 2.0, (2, *shape)) * rng.choice([-1, 1, 4], (1, shape[0], 1, 1))
+    tensors = device.scales.DescaleTensors(*(Values(t) for t in given), block if kind == "block" else None)
+    pages = pages_of(device) if kind == "page" else None
+    run = {name: getattr(f, "__wrapped__", None) for name, f in vars(device.scales.CacheDescales).items()}
+    for entry, head, seqlen_k in itertools.product(range(2), range(HEADS), (CAPACITY, 41, 0)):
+        of_keys = []
+        for key in range(CAPACITY):
+            key = min(key, max(seqlen_k - 1, 0))
+            row = page_of(entry, key) if kind == "page" else entry
+            of_keys.append(given[:, row, head, key // block if kind == "block" else 0])
+        descales = device.scales.CacheDescales(tensors, pages, entry, head, tile_n, kind != "entry")
+        descales.look_up = functools.partial(run["look_up"], descales)
+        total, expected = Registers((1,)), 0.0
+        run["begin"](descales, -16, seqlen_k)
+        for first in range(-16, CAPACITY - tile_n, tile_n):
+            descales.look_up(first, seqlen_k)
+            scores, p = Values(np.ones((2, tile_n // 4))), Registers((2, 2, 1, tile_n // 8))
+            run["scale_scores"](descales, scores, 1, 3.0)
+            keys = [max(first + c // 2 * 8 + c % 2, 0) for c in range(tile_n // 4)]
+            np.testing.assert_allclose(scores.array[1], [3.0 * of_keys[key][0] for key in keys])
+            assert (scores.array[0] == 1.0).all()
+            p.array[...], p.shape = rng.random(p.shape), (4, 1, tile_n // 8)
+            expected += sum(p.array[..., n].sum() * of_keys[max(first + 8 * n, 0)][1] for n in range(tile_n // 8))
+            run["scale_p"](descales, p, total)
+            total[0] = total[0] + p.array.sum()
+        run["finish"](descales, total)
+        assert total[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_query_bounds(device, seed):
+    call, config = RandomCall(seed, deterministic=seed % 8 > 5), CONFIGS[seed % 2]
+
+    def kernel(*arguments):
+        given, kernel = QueryBoundsArguments(*arguments), query_bounds.kernel_of(call.problem, config)
+        given.extremes.copy_(torch.tensor([0, 0, 2**30, 2**30]))  # of a block without rows
+        code = device.bounds.QueryBounds(*kernel[:5])
+        tensors = device.modifiers.ModifierTensors(
+            **{name: Values(t.numpy()) for name, t in zip(kernel.fields, given.modifiers, strict=True)}
+        )
+        lengths = device.bounds.Lengths(
+            *(
+                None if t is None else Values(t.numpy())
+                for t in (given.cu_seqlens_q, given.cu_seqlens_k, given.seqused_k)
+            )
+        )
+        extremes, bounds = View(given.extremes.numpy()), View(given.bounds.numpy())
+        window, seqlens = (given.window_left, given.window_right), (given.seqlen_q, given.seqlen_k)
+
+        def launch(function, t, *rest):
+            for place in np.ndindex(t.shape[2], t.shape[1], t.shape[0]):
+                device.arch.block_idx = lambda place=place: place
+                function.__wrapped__(code, *rest)
+
+        launch(type(code).extremes_of_blocks, extremes, extremes, tensors, window, lengths, seqlens, given.group)
+        launch(type(code).bounds_of_tiles, bounds, extremes, bounds, lengths, seqlens)
+
+    problem, inputs = call.problem, call.inputs
+    found = query_bounds.launch(
+        kernel, problem, config, modifiers.arguments_of(problem, inputs.modifiers), window_bounds(problem), *inputs[4:7]
+    )
+    assert torch.equal(found, query_bounds_reference.query_bounds(problem, config, inputs))
