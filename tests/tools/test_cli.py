@@ -7,12 +7,15 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
 import re
 import runpy
 import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,15 +28,18 @@ from typer.testing import CliRunner
 import onepass
 from onepass import cli, startup, tiled
 from onepass.bench import ablation, rows, run
-from onepass.bench.cases import Case
+from onepass.bench.cases import Case, CaseSet
 from onepass.cli import ablate as cli_ablate
 from onepass.cli import bench as cli_bench
+from onepass.cli import cache as cli_cache
+from onepass.cli import info as cli_info
 from onepass.cli import verify as cli_verify
 from onepass.cli.app import app
 from onepass.cli.console import make_console
 from onepass.kernels.compiler import disk_cache
 from onepass.kernels.config import ForwardConfigSm90
 from onepass.testing import table3
+from onepass.testing.budget import Comparison, Scale
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +93,34 @@ def test_info_lists_environment_variables(monkeypatch):
     assert (found["ONEPASS_TUNED"]["text"], found["ONEPASS_TUNED"]["problem"]) == ("off", None)
     assert found["ONEPASS_CACHE_LIMIT"]["problem"].startswith("ONEPASS_CACHE_LIMIT: expected")
     assert found["ONEPASS_VLLM"]["text"] is None
+
+
+def test_probes_use_the_features_that_they_are_named_after():
+    probes = {name: make("cpu") for name, make in cli_info._probes().items()}
+    for name in ("float64", "float32", "bfloat16", "float16"):
+        assert probes[name]["q"].dtype == getattr(torch, name)
+    assert [name for name, call in probes.items() if call["q"].requires_grad] == ["backward", "deterministic"]
+    assert probes["GQA / MQA"]["k"].shape[2] < probes["GQA / MQA"]["q"].shape[2]
+    assert probes["head_dim_v != head_dim"]["v"].shape[3] != probes["head_dim_v != head_dim"]["k"].shape[3]
+    given = [
+        *("causal", "window", "softcap", "sinks", "seqused_k", "seqstart_k", "key_ranges", "q_positions"),
+        *("alibi_slopes", "bias", "dropout_p", "cu_seqlens_q", "return_lse", "deterministic"),
+    ]
+    assert set(given) <= {name for call in probes.values() for name in call}
+    backends = {name: answers["cpu"] for name, answers in cli_info.gather("cpu")["backends"].items()}
+    assert {name: found["backend"] for name, found in backends.items() if found["ok"]} == {
+        "cpu": "cpu",
+        "tiled": "tiled",
+    }
+
+
+def test_what_info_shows_of_a_gpu(monkeypatch, capsys):
+    found = cli_info.gather("cpu") | {"chosen_backend": "tiled", "unproven": {"cuda:0": "never tried"}}
+    found["devices"] |= {"cuda:0": {"name": "A GPU", "capability": "sm_90", "memory_bytes": 80 * 2**30}}
+    cli_info.show(found)
+    output = capsys.readouterr().out
+    for text in ("A GPU, sm_90", "80 GiB", "cuda:0: never tried.", "backend of calls that name none: tiled"):
+        assert text in output
 
 
 def test_info_as_json():
@@ -172,6 +206,38 @@ def test_verify_fails_if_an_error_is_over_its_budget(monkeypatch):
     assert "OVER BUDGET" in result.output
 
 
+def test_verify_fails_if_any_tensor_of_a_call_is_over_its_budget(monkeypatch, tmp_path):
+    """JSON has no infinity: an error without a size is null."""
+    found = {"good": [(1e-3, 1e-2)], "late": [(9e-3, 1e-2), (math.inf, 1e-2)], "bad": [(2e-2, 1e-2), (0.0, 1e-2)]}
+
+    def call(*errors):
+        comparisons = [Comparison("out", error, budget, 0.0, 0.0, (), Scale(0.1, 0.2)) for error, budget in errors]
+        return lambda dtype, device: SimpleNamespace(compare=lambda: comparisons)
+
+    outlier = table3.RmsError("one", math.nan, None, None, 1e-2)
+    monkeypatch.setattr(cli_verify, "DTYPES", {"float32": torch.float32})
+    monkeypatch.setattr(cli_verify, "_options", lambda length: {name: call(*errors) for name, errors in found.items()})
+    monkeypatch.setattr(table3, "table3", lambda *arguments: [outlier])
+    path = tmp_path / "verify.json"
+    result = invoke("verify", "--quick", "--device", "cpu", "--json", str(path))
+    assert result.exit_code == 1
+    assert "3 of 4 rows are over their budget" in result.output
+    data = json.loads(path.read_text())
+    assert [row["ok"] for row in data["errors"]] == [True, False, False]
+    assert [row["max_error"] for row in data["errors"]] == [1e-3, None, 2e-2]
+    assert [row["scale_budget"] for row in data["errors"]] == [0.2] * 3
+    assert data["outliers"][0]["rmse"] is None
+
+
+def test_lengths_of_verify(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli_verify, "_options", lambda length: asked.append(length) or {})
+    monkeypatch.setattr(table3, "table3", lambda seqlen, device, seeds, progress: asked.append((seqlen, seeds)) or [])
+    for arguments in ((), ("--quick",), ("--quick", "--seqlen", "100"), ("--seqlen", "600")):
+        assert invoke("verify", "--device", "cpu", *arguments).exit_code == 0
+    assert asked == [320, (8192, 3), 96, (512, 1), 96, (100, 1), 320, (600, 3)]
+
+
 def test_verify_fails_if_an_outlier_row_is_over_its_limit(monkeypatch):
     rows = [table3.RmsError(name, 2e-2, None, None, limit) for name, limit in (("one", 1e-2), ("two", 3e-2))]
     monkeypatch.setattr(cli_verify, "_options", lambda length: {})
@@ -238,6 +304,67 @@ def test_bench_filters(tmp_path):
     assert result.exit_code == 0, result.output
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["case"]["direction"], row["case"]["dtype"]) == ("bwd", "float64")
+
+
+@pytest.mark.parametrize(("fastest", "figure"), [(0.25, "250.0"), (40.0, "40.0")])
+def test_tables_of_bench(monkeypatch, fastest, figure):
+    """Times are in ms, or us for steps of decoding; speeds in TFLOP/s, or GFLOP/s below 10; memory in MiB."""
+    case = Case.square(64, 2, 32, dtype="float32").to_dict()
+
+    def row(measure, **entries):
+        contenders = {"onepass": entries | {"median_ms": 0.5, "p20_ms": 0.25, "p80_ms": 0.75}}
+        contenders["sdpa"] = contenders["onepass"] | {"median_ms": 1.0}
+        ratios = {"speed_ratio": {"sdpa": {"median": 2.0}}, "score_matrix_bytes": 3 * 2**20}
+        row = {"set": measure, "measure": measure, "label": "d32 float32", "case": case, "contenders": contenders}
+        return row | {"failed": {}, "skipped": {}, "rounds": 7} | ratios
+
+    tables = {
+        cli_bench._time_table: (
+            row("time", tflops=fastest, gemm_share=0.8),
+            ("0.500", "0.250-0.750", figure, "80 %", "1.000  2.00x", "7", "TFLOP/s" if fastest > 10 else "GFLOP/s"),
+        ),
+        cli_bench._memory_table: (row("memory", extra_bytes=5 * 2**19), ("2.5", "3", "MiB")),
+        cli_bench._decode_table: (
+            row("decode", tb_per_s=fastest, of_copy=0.9),
+            ("500.0 us", "40.00 TB/s" if fastest > 1 else "250 GB/s", "90 %", "2.00x"),
+        ),
+    }
+    for make, (content, texts) in tables.items():
+        out = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", out)
+        make_console().print(make(CaseSet("a", "b", ()), [content]))
+        for text in texts:
+            assert text in out.getvalue()
+
+
+def test_bench_passes_its_options_on(monkeypatch):
+    asked = []
+    report = SimpleNamespace(status="complete", wrong=[], rows=[])
+    monkeypatch.setattr(cli_bench, "run", lambda sets, options, *rest: asked.append((sets, options)) or report)
+    monkeypatch.setattr(cli_bench, "_print_report", lambda *arguments: None)
+    arguments = ("--rounds", "2", "--time-budget", "0.5", "--peers", "sdpa", "--dtype", "float64")
+    result = invoke("bench", "smoke", "--device", "cpu", *arguments)
+    assert result.exit_code == 0, result.output
+    ((sets, options),) = asked
+    assert options == rows.Options("cpu", ["sdpa"], 2, 0.5)
+    assert {case.dtype for case_set in sets for case in case_set.cases} == {"float64"}
+
+
+@pytest.mark.parametrize("status", [0, 1, 130])
+def test_bench_runs_the_context_parallel_suite(monkeypatch, status):
+    from onepass.bench.suites import context_parallel
+
+    asked = []
+    monkeypatch.setattr(context_parallel, "main", lambda arguments: asked.append(arguments) or status)
+    suite = ("bench", "context-parallel", "--device", "cpu")
+    assert invoke(*suite, "--rounds", "3", "--only", "causal", "--peers", "none").exit_code == status
+    assert invoke(*suite).exit_code == status
+    common = ["--device", "cpu", "--peers"]
+    assert asked == [
+        [*common, "0", "--cases", "causal", "--smoke", "--rounds", "3"],
+        [*common, "1", "--cases", "", "--smoke"],
+    ]
+    assert invoke(*suite, "--dtype", "float32").exit_code == 2
 
 
 def test_plain_bench_on_a_cpu_runs_its_sets_into_one_file(tmp_path, monkeypatch):
@@ -387,6 +514,9 @@ def test_ablate_takes_the_papers_case_by_default(ablated, monkeypatch):
     assert cases[0] == ablation.PAPER_CASE
     # the same tokens and hidden size
     assert cases[1] == Case.square(1024, 32, 64, batch=33, dtype="bfloat16", causal=True)
+    options = ("--head-dim-v", "96", "--heads", "6", "--heads-kv", "2", "--batch", "3", "--direction", "backward")
+    assert invoke("ablate", *options).exit_code == 2
+    assert cases[2] == Case(3, 8448, 8448, 6, 2, 128, 96, "float16", direction="bwd")
 
 
 @pytest.mark.parametrize(
@@ -453,6 +583,35 @@ def test_cache_lists(cached):
     for text in ("head_dim=64 [causal]", "abababab", "sm_90a", "1.8", "intact", "unfinished build", "entries: 2"):
         assert text in result.output
     assert str(cached) in result.output.replace("\n", "")
+
+
+def test_cache_lists_sizes_ages_and_versions(cached, monkeypatch):
+    """KiB and MiB, and whether this environment would load an entry."""
+    now = time.time()
+    monkeypatch.setattr(cli_cache.time, "time", lambda: now)
+    shown = ((30, "30 s", 0), (600, "10 min", 0), (7200, "2 h", 3), (259200, "3 d", 5))
+    for number, (age, _, size) in enumerate(shown):
+        about = {"name": f"kernel{number}", "summary": "s", "arch": "a", "environment": f"environment {number}"}
+        path = cached / f"{f'{number:02}' * 16}.o"
+        disk_cache.write(path, lambda p, size=size: p.write_bytes(b"x" * (size * 2**20)), lambda about=about: about)
+        for file in cached.glob(f"{f'{number:02}' * 16}*"):
+            os.utime(file, (now - age, now - age))
+    monkeypatch.setattr(cli_cache, "_environment", lambda: "environment 2")
+    lines = {line.split()[0]: line for line in invoke("cache").output.splitlines() if line.strip()}
+    for number, (_, unit, size) in enumerate(shown):
+        line = lines[f"kernel{number}"]
+        assert unit in line
+        assert f" {1024 * size} " in line
+        assert ("of other versions" in line) == (number != 2)
+    assert "8.0 MiB" in invoke("cache").output
+
+
+@pytest.mark.parametrize("command", ["cache", "cache clear --yes", "cache import notes.txt"])
+def test_a_system_without_file_locks_has_no_cache(cached, monkeypatch, command):
+    monkeypatch.setattr(disk_cache, "fcntl", None)
+    result = invoke(*command.split())
+    assert result.exit_code == 1
+    assert "no file locks" in result.output
 
 
 def test_cache_clear_asks(cached):

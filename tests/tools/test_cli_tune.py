@@ -1,5 +1,6 @@
 """`onepass tune` and what `onepass cache` says of it, without a GPU: on the machine of tuning_fakes.py."""
 
+import contextlib
 import dataclasses
 import gc
 import importlib
@@ -227,3 +228,59 @@ def test_cache_says_what_is_wrong_with_the_table():
     tuned.save(GPU, {})
     tuned.own_path().write_text("{")
     assert "tuned configurations: not used" in invoke("cache").output
+
+
+def test_measuring_passes_all_limits_on(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(tuner, "tune_all", lambda tasks, machine, **options: asked.append((tasks, machine, options)))
+    monkeypatch.setattr(tuner.Machine, "here", lambda device: device)
+    for name in ("current_device", "Stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a: contextlib.nullcontext() if a else 3)
+    monkeypatch.setattr(torch, "device", lambda *names: names)
+    cli._measure([TASK], 9, 8, 2, tmp_path, "progress")
+    expected = {"rounds": 9, "limit": 8, "workers": 2, "table": tmp_path, "progress": "progress"}
+    assert asked == [([TASK], ("cuda", 3), expected)]
+
+
+def test_the_device_and_the_limits_of_the_command(imagine, monkeypatch):
+    imagine(FakeRuns(lambda config: 1.0))
+    entered, asked = [], []
+    monkeypatch.setattr(cli, "resolve_device", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "device", lambda name: entered.append(name) or contextlib.nullcontext())
+    monkeypatch.setattr(cli, "_measure", lambda tasks, *limits: asked.append(limits[:3]))
+    assert invoke("tune").exit_code == 0
+    limits = ("--rounds", "9", "--candidates", "8", "--workers", "2")
+    assert invoke("tune", "--device", "cuda:1", *limits).exit_code == 0
+    assert entered == ["cuda:1"]
+    assert asked == [(25, 24, None), (9, 8, 2)]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_errors_of_the_measurement(imagine, monkeypatch, verbose):
+    def fails(*arguments):
+        raise RuntimeError("the heuristics' choice does not compile")
+
+    imagine(FakeRuns(lambda config: 1.0))
+    monkeypatch.setattr(cli, "_measure", fails)
+    result = invoke("tune", *["--verbose"] * verbose)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, RuntimeError if verbose else SystemExit)
+    assert verbose or "the heuristics' choice does not compile" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--table", "--json"])
+def test_files_are_tried_before_the_work(imagine, monkeypatch, tmp_path, option):
+    imagine(FakeRuns(gaining))
+    monkeypatch.setattr(cli, "_measure", lambda *arguments: pytest.fail("it has begun"))
+    result = invoke("tune", option, str(tmp_path))
+    assert result.exit_code == 2
+    assert f"{option}: expected a file to write" in result.stderr
+
+
+def test_only_what_is_missing_in_another_table(imagine, monkeypatch, tmp_path):
+    monkeypatch.setattr(tuned, "gpu_name", lambda device=None: GPU)
+    imagine(FakeRuns(gaining), (TASK, other_task()))
+    path = tmp_path / "table.json"
+    tuned.save(GPU, {tuned.key_of(*TASK): tuned.Entry("a", "b", 1.0, "these kernels", "")})
+    assert "of 2, at most" in invoke("tune", "--missing", "--table", str(path)).output
+    assert "faster than the heuristics: 0 of 0" in invoke("tune", "--missing", "--table", str(path)).output
