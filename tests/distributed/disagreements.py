@@ -276,14 +276,23 @@ DECODE_TERMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rotary_interleaved": ({"rotary_interleaved": True}, TABLES),
     "q": ({"q": torch.zeros(1, 2, 8, 16)}, {}),
     "k_new": (dict.fromkeys(("k_new", "v_new"), torch.ones(1, 1, 4, 16)), {}),
-    "cu_seqlens_q": ({"cu_seqlens_q": int32(0, 1)}, {"q": torch.zeros(1, 8, 16), "cu_seqlens_q": int32(0, 1, 1)}),
     "causal": ({"causal": False}, {}),
     "window": ({"window": (3, 0)}, {}),
     "softmax_scale": ({"softmax_scale": 0.3}, {}),
 }
 # arguments that ranks need not have in common, and those that other tests compare
 OWN_TERMS = {"k_cache", "v_cache", "plan", "cache_seqlens", "page_table", "max_seqlen_q", "num_splits", "split_size"}
-OWN_TERMS |= {"v_new", "check_values", "return_lse", "backend", "rotary_sin", "k_descale", "v_descale", "kv_block"}
+OWN_TERMS |= {
+    "v_new",
+    "cu_seqlens_q",
+    "check_values",
+    "return_lse",
+    "backend",
+    "rotary_sin",
+    "k_descale",
+    "v_descale",
+    "kv_block",
+}
 
 
 def terms_of_decode(rank: int) -> dict[str, str]:

@@ -277,6 +277,8 @@ def test_difference_allows_for_rounding_only():
     nan = out.clone()
     nan[0, 0, 0] = torch.nan
     assert launches.difference({"out": nan}, same) is not None
+    assert launches.difference(same, same | {"out": nan}) is not None
+    assert launches.difference({"out": out.float()}, same).startswith("out: (3, 5, 64) torch.float32, not")
     assert launches.difference({"out": out[:2]}, same).startswith("out: (2, 5, 64)")
     exact = torch.randn(4, 64)
     assert launches.difference({"dq": exact * (1 + 1e-6)}, {"dq": exact}) is None
