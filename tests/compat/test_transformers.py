@@ -240,6 +240,29 @@ def calls(monkeypatch):
     return made
 
 
+@pytest.mark.parametrize("kind", ["dense", "packed", "whole", "decoding"])
+def test_all_options_of_a_layer_reach_its_call(kind, calls):
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6 if kind != "decoding" else 9, 8)
+    sinks, offsets = torch.randn(4), [torch.tensor([0, 2, 6], dtype=torch.int32) for _ in range(2)]
+    lengths = dict(zip(("cu_seq_lens_q", "cu_seq_lens_k"), offsets, strict=True)) if kind == "packed" else {}
+    lengths |= {"max_length_q": 4, "max_length_k": 5} if lengths else {}
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool) if kind == "whole" else None
+    given = {"scaling": 0.3, "softcap": 2.0, "s_aux": sinks, "deterministic": True, "is_causal": kind != "decoding"}
+    given["dropout"] = 0.0 if kind == "decoding" else 0.1
+    with torch.no_grad():
+        attention_forward(Layer(), q, k, k, mask, **given, **lengths)
+    ((name, options),) = calls
+    assert name == {"packed": "attention_varlen", "decoding": "attention_decode"}.get(kind, "attention")
+    assert (options["softmax_scale"], options["softcap"]) == (0.3, 2.0)
+    assert options["sinks"] is sinks
+    assert options["causal"] == (kind in ("dense", "packed"))
+    if kind != "decoding":  # which is not random, and has no backward
+        assert (options["dropout_p"], options["deterministic"]) == (0.1, True)
+    if kind == "packed":
+        assert (options["cu_seqlens_q"], options["cu_seqlens_k"]) == tuple(offsets)
+        assert (options["max_seqlen_q"], options["max_seqlen_k"]) == (4, 5)
+
+
 @pytest.mark.parametrize("side", ["none", "left", "right", "holes"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_layers_read_nothing(side, is_causal, calls):

@@ -384,6 +384,7 @@ def random_mask(rng):
     kind = "full" if kind == "chunks" and (is_packed or not is_causal) else kind
     offset, room = (rng.choice([0, 0, 3, 9]), rng.choice([0, 0, 4])) if is_causal and not is_packed else (0, 0)
     other_keys = 0 if is_causal or is_packed else rng.choice([0, 0, 3])
+    gone = 2 if offset and not room and rng.random() < 0.4 else 0  # keys that a sliding cache has dropped
     kv_length = q_length + offset + room + other_keys
     padded = None
     if not is_packed and rng.random() < 0.7:
@@ -406,7 +407,7 @@ def random_mask(rng):
         ids = torch.stack([torch.tensor(sorted(rng.choices(range(3), k=q_length))) for _ in range(batch)])
         conditions.append(masks.packed_sequence_mask_function(ids))
     function = masks.and_masks(*conditions)
-    sizes = {"batch_size": batch, "q_length": q_length, "kv_length": kv_length, "kv_offset": 0}
+    sizes = {"batch_size": batch, "q_length": q_length, "kv_length": kv_length - gone, "kv_offset": gone}
     q_offset = torch.tensor(offset) if room and rng.random() < 0.5 else offset
     return sizes | {"q_offset": q_offset, "mask_function": function, "attention_mask": padded}, is_causal, kind
 

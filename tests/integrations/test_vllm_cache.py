@@ -40,7 +40,7 @@ def test_writing(name, is_e4m3):
     whole = torch.zeros_like(whole, dtype=torch.uint8) if is_e4m3 else whole.fill_(-1.0)
     k, v = cache.keys_and_values(whole, 8, is_e4m3)
     key, value = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
-    key[1, 0, 0] = 1e4
+    key[1, 0, 0], value[3, 1, 2] = 1e4, -1e4
     slots = torch.tensor([9, 0, -1, 6])  # the fifth token is padding past the slots
     descales = torch.tensor(0.5), torch.tensor(2.0)
     cache.write(key, value, k, v, slots, *descales)

@@ -189,3 +189,7 @@ def test_local_changes_of_the_package_are_seen(monkeypatch, tmp_path):
     (package / "__init__.py").write_text("changed = True")
     assert machine._git()["has_local_changes"] is True
     assert len(machine._git()["commit"]) == 40
+    monkeypatch.setattr(machine, "_run", lambda *command: str(tmp_path) if "rev-parse" in command else None)
+    assert machine._git()["has_local_changes"] is None  # git does not say
+    monkeypatch.setattr(machine.onepass, "__file__", str(package / "vendored" / "onepass" / "__init__.py"))
+    assert machine._git() == {"commit": None, "has_local_changes": None}  # a package in somebody else's checkout

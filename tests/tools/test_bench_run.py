@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from onepass.bench import plot as bench_plot
 from onepass.bench.cases import Case, CaseSet, get_case_set, make_inputs
 from onepass.bench.peers import PEERS, find_peers, prepare
 from onepass.bench.plot import plot
+from onepass.bench.timing import Samples
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -277,3 +279,60 @@ def test_the_current_device_needs_no_number(monkeypatch):
     for device in ("cpu", "cuda", "cuda:1"):
         run.use_device(device)
     assert chosen == [1]
+
+
+def test_ratios_are_over_the_fastest_peer():
+    row, samples = {}, Samples({"onepass": [1.0] * 3, "a": [3.0] * 3, "b": [2.0] * 3, "variant": [0.5] * 3})
+    rows.fill_ratios(row, samples, {"a", "b"})
+    assert {name: ratio["median"] for name, ratio in row["speed_ratio"].items()} == {"a": 3.0, "b": 2.0, "variant": 0.5}
+    assert (row["best_peer"], row["speed_ratio_best_peer"]) == ("b", 2.0)
+    rows.fill_ratios(other := {}, Samples({"a": [1.0]}), {"a"})
+    assert other == {}
+
+
+def test_only_failures_of_onepass_count():
+    def row(failed=(), skipped=()):
+        of = {"failed": dict.fromkeys(failed, "why"), "skipped": dict.fromkeys(skipped, "why"), "contenders": {}}
+        return of | {"set": "s", "measure": "time", "label": "a", "case": {"direction": "fwd"}}
+
+    report = run.Report({}, rows=[row(["sdpa"]), row(["onepass"]), row([], ["onepass", "sdpa"]), row([], ["sdpa"])])
+    assert report.wrong == report.rows[1:2]
+    summary = report.to_dict()["summary"]["s fwd"]
+    assert (summary["failed"], summary["skipped"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "ok", "code"), [("complete", True, 0), ("complete", False, 1), ("interrupted", True, 130)]
+)
+def test_exit_status_of_a_report(status, ok, code):
+    assert rows.Report({}, status=status).exit_status(ok) == code
+
+
+def test_output_paths(tmp_path):
+    path = tmp_path / "new" / "folder" / "a.json"
+    assert rows.check_output(path) == path
+    rows.write_json(path, {})
+    assert path.stat().st_mode & 0o777 == 0o644
+    for bad, what in ((tmp_path, "a directory"), (tmp_path / "..", "a directory"), (Path("/dev/null"), "a device")):
+        with pytest.raises(OSError, match=f"expected a file to write, got .*, which is {what}"):
+            rows.check_output(bad)
+    with pytest.raises(OSError, match=r"expected a file that can be written, got .*b.json: "):
+        rows.check_output(path / "b.json")
+    with pytest.MonkeyPatch.context() as patch:  # as for a user who may not write the file
+        patch.setattr(rows.os, "access", lambda *arguments: False)
+        with pytest.raises(OSError, match=r"expected a file that can be written, got .*: permission denied"):
+            rows.check_output(path)
+
+
+@pytest.mark.parametrize("name", ["onepass", "sdpa"])
+def test_extra_memory_is_what_the_outputs_do_not_take(monkeypatch, name):
+    case, compared = Case.square(32, 2, 16, dtype="float32"), []
+    peak = memory.Peak(1000, 1000 + memory.output_bytes(case) + 7, "a method")
+    monkeypatch.setattr(memory, "peak_of", lambda work, device: (work(), peak))
+    compare = memory.Oracle.compare
+    monkeypatch.setattr(
+        memory.Oracle, "compare", lambda self, found, is_peer: compared.append(is_peer) or compare(self, found, is_peer)
+    )
+    found = memory._measure(memory.contender_named(name, "cpu"), case, "cpu", True)
+    assert (found["extra_bytes"], found["baseline_bytes"], found["method"]) == (7, 1000, "a method")
+    assert (found["wrong"], compared) == ("", [name != "onepass"])

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from onepass.bench.timing import CudaSampler, Samples, Spread, cpu_sampler, measure_interleaved, percentile
+from onepass.bench.timing import CudaSampler, Samples, Spread, cpu_sampler, host_us, measure_interleaved, percentile
 
 
 @pytest.fixture
@@ -108,6 +108,15 @@ def test_percentiles_interpolate():
     assert percentile([4.0, 1.0, 3.0, 2.0, 5.0], 0.2) == pytest.approx(1.8)
     assert percentile([7.0], 0.8) == 7.0
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((3.0, 1.8, 4.2))
+
+
+def test_time_of_the_host_is_that_of_a_call():
+    now, taken = [0.0], iter([1e-3] * 5 + [9e-3] * 5 + [2e-3] * 5 + [1e-3] * 5)
+
+    def call():
+        now[0] += next(taken)
+
+    assert host_us(call, 5, 3, clock=lambda: now[0]) == pytest.approx(2000.0)  # after five calls of warm-up
 
 
 @pytest.mark.gpu
