@@ -265,14 +265,14 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_flash_operators(dropout_p, is_causal):
     q, k, v = qkv(heads=4, kv_heads=2, seqlen_q=30, seqlen_k=37)
-    out, lse, _, _, max_q, max_k, rng, offset, mask = operators.sdpa_flash(q, k, v, dropout_p, is_causal)
+    out, lse, _, _, max_q, max_k, rng, offset, mask = operators.sdpa_flash(q, k, v, dropout_p, is_causal, scale=0.3)
     assert (max_q, max_k, rng.shape, rng.dtype, offset.shape) == (30, 37, (2,), torch.uint64, ())
     assert mask.numel() == 0
     state = calls.state_of(rng, dropout_p)
     window = (None, 30 - 37) if is_causal else None
-    expected = oracle(q, k, v, state, dropout_p, window=window)
+    expected = oracle(q, k, v, state, dropout_p, window=window, softmax_scale=0.3)
     arguments = q, k, v, out, lse, None, None, 30, 37, dropout_p, is_causal, rng, offset
-    gradients = operators.sdpa_flash_backward(2 * out, *arguments)
+    gradients = operators.sdpa_flash_backward(2 * out, *arguments, scale=0.3)
     assert_close([out, *gradients], expected)
     if dropout_p:
         strangers = torch.zeros(2, dtype=torch.uint64)
@@ -280,33 +280,45 @@ def test_flash_operators(dropout_p, is_causal):
             operators.sdpa_flash_backward(2 * out, *arguments[:-2], strangers, offset)
 
 
+WINDOWS = [
+    (True, (9, -1), (9, 0)),
+    (True, (-5, None), (None, 0)),
+    (False, (9, 2), (9, 2)),
+    (False, (None, 0), (None, 0)),
+]
+
+
+@pytest.mark.parametrize(("is_causal", "sides", "window"), WINDOWS)
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_flash_forward_and_backward(is_packed):
-    q, k, v = (heads_second(t) for t in qkv())
-    offsets = None
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_flash_forward_and_backward(dropout_p, is_packed, is_causal, sides, window):
+    q, k, v = (heads_second(t) for t in qkv(heads=4, kv_heads=2))
+    offsets, options = None, {"window": window, "softmax_scale": 0.3}
     if is_packed:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
         offsets = torch.tensor([0, 20, 74], dtype=torch.int32)
-    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    arguments = q, k, v, offsets, offsets, 54, 54, 0.0, True, False
-    out, lse, rng, unused, _ = operators.flash_forward(*arguments, window_size_left=9, window_size_right=-1)
-    into = torch.empty_like(out)
-    again = operators.flash_forward_inplace(into, *arguments, window_size_left=9)
+        options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    given = {"scale": 0.3, "window_size_left": sides[0], "window_size_right": sides[1]}
+    arguments = q, k, v, offsets, offsets, 54, 54, dropout_p, is_causal, False
+    torch.manual_seed(1)
+    out, lse, rng, unused, _ = operators.flash_forward(*arguments, **given)
+    into = torch.full_like(out, torch.nan)
+    torch.manual_seed(1)
+    again = operators.flash_forward_inplace(into, *arguments, **given)
     assert torch.equal(into, out)
     assert torch.equal(again, lse)
-    options = {"window": (9, 0)} | ({"cu_seqlens_q": offsets, "cu_seqlens_k": offsets} if is_packed else {})
     function = reference.attention_varlen if is_packed else reference.attention
-    expected = results(lambda *t: function(*t, **options).out, *(t.double() for t in (q, k, v)))
-    gradients = operators.flash_backward(
-        2 * out, q, k, v, out, lse, offsets, offsets, 54, 54, 0.0, True, rng, unused, window_size_left=9
-    )
-    assert_close([out, *gradients], expected)
-    used = torch.tensor([15, 31], dtype=torch.int32)
-    with_used = operators.flash_forward(*arguments, window_size_left=9, seqused_k=used)[0]
-    assert_close([with_used], [function(*(t.double() for t in (q, k, v)), **options, seqused_k=used).out])
-    with_slopes = operators.flash_forward(*arguments, alibi_slopes=slopes, window_size_left=-5)[0]
-    options = options | {"window": (None, 0), "alibi_slopes": slopes}
-    assert_close([with_slopes], [function(*(t.double() for t in (q, k, v)), **options).out])
+    tensors = [t.double() for t in (q, k, v)]
+    dropped = {"dropout_p": dropout_p, "dropout_state": calls.state_of(rng, dropout_p)} if dropout_p else {}
+    expected = results(lambda *t: function(*t, **options, **dropped).out, *tensors)
+    rest = offsets, offsets, 54, 54, dropout_p, is_causal, rng, unused
+    assert_close([out, *operators.flash_backward(2 * out, q, k, v, out, lse, *rest, **given)], expected)
+    if dropout_p:
+        return
+    used, slopes = torch.tensor([15, 31], dtype=torch.int32), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    for more in ({"seqused_k": used}, {"alibi_slopes": slopes}):
+        found = operators.flash_forward(*arguments, **given, **more)[0]
+        assert_close([found], [function(*tensors, **options, **more).out])
     with pytest.raises(NotImplementedError, match="block_table: expected None, got Tensor"):
         operators.flash_forward(*arguments, block_table=torch.zeros(1, 1))
 
@@ -315,49 +327,69 @@ def test_flash_forward_and_backward(is_packed):
 def test_cudnn_operators(dropout_p):
     q, k, v = qkv()
     bias = normal(1, 4, 37, 37, seed=7)
-    out, lse, _, _, max_q, max_k, seed, offset, _ = operators.sdpa_cudnn(q, k, v, bias, True, dropout_p, True)
+    out, lse, _, _, max_q, max_k, seed, offset, _ = operators.sdpa_cudnn(
+        q, k, v, bias, True, dropout_p, True, scale=0.3
+    )
     assert (lse.shape, seed.shape, offset.shape, seed.dtype) == ((2, 4, 37, 1), (), (), torch.int64)
     assert offset.storage_offset() * offset.itemsize % 16 == 0  # asserted by torch.compile's code
     state = calls.state_of(seed, dropout_p, must_be_marked=True)
-    expected = oracle(q, k, v, state, dropout_p, causal=True, bias=bias.double())
+    expected = oracle(q, k, v, state, dropout_p, causal=True, bias=bias.double(), softmax_scale=0.3)
     rest = bias, None, None, max_q, max_k, dropout_p, True
-    gradients = operators.sdpa_cudnn_backward(2 * out, q, k, v, out, lse, seed, offset, *rest)
+    gradients = operators.sdpa_cudnn_backward(2 * out, q, k, v, out, lse, seed, offset, *rest, scale=0.3)
     assert_close([out, *gradients], expected)
     with pytest.raises(calls.NotOurs):
         operators.sdpa_cudnn_backward(2 * out, q, k, v, out, lse, torch.tensor(1), torch.tensor(2), *rest)
 
 
-def test_packed_cudnn_operators():
-    q, k, v = (normal(30, 4, 16, seed=i) for i in range(3))
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_cudnn_operators(is_causal, dropout_p):
+    q, k, v = (normal(30, h, 16, seed=i) for i, h in enumerate((4, 2, 2)))
     offsets = torch.tensor([0, 9, 30], dtype=torch.int32)
     sizes = offsets, offsets, 21, 21
-    out, lse, _, _, _, _, seed, offset, _ = operators.cudnn_forward(q, k, v, None, *sizes, True, 0.0, True)
+    out, lse, *cut, seed, offset, _ = operators.cudnn_forward(
+        q, k, v, None, *sizes, True, dropout_p, is_causal, scale=0.3
+    )
     assert lse.shape == (30, 4, 1)
-    options = {"causal": True, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    assert cut == list(sizes)
+    options = {"causal": is_causal, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "softmax_scale": 0.3}
+    if dropout_p:
+        options |= {"dropout_p": dropout_p, "dropout_state": calls.state_of(seed, dropout_p)}
     expected = results(lambda *t: reference.attention_varlen(*t, **options).out, *(t.double() for t in (q, k, v)))
-    gradients = operators.cudnn_backward(2 * out, q, k, v, out, lse, seed, offset, None, *sizes, 0.0, True)
+    rest = None, *sizes, dropout_p, is_causal
+    gradients = operators.cudnn_backward(2 * out, q, k, v, out, lse, seed, offset, *rest, scale=0.3)
     assert_close([out, *gradients], expected)
 
 
 def test_quantized_operators():
     q, k, v = (t.to(torch.float8_e4m3fn) for t in qkv())
     descales = [torch.full((2, 4), x) for x in (0.5, 2.0, 0.25)]
-    options = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    options = {"softmax_scale": 0.1} | dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
     expected = flash_attn_func(*(heads_second(t) for t in (q, k, v)), causal=True, **options)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    out, lse, _, _, max_q, *_ = operators.sdpa_flash_quantized(q, k, v, *descales, 0.0, True)
+    out, lse, _, _, max_q, *_ = operators.sdpa_flash_quantized(q, k, v, *descales, 0.0, True, scale=0.1)
     torch.testing.assert_close(heads_second(out), expected)
     assert (lse.shape, max_q) == ((2, 4, 37), 37)
     rows, offsets = [heads_second(t).flatten(0, 1) for t in (q, k, v)], torch.tensor([0, 37, 74], dtype=torch.int32)
     used = torch.tensor([37, 20], dtype=torch.int32)
     found, *_ = operators.flash_forward_quantized(
-        *rows, offsets, offsets, 37, 37, 0.0, False, False, *descales, window_size_left=9, seqused_k=used
+        *rows, offsets, offsets, 37, 37, 0.0, False, False, *descales, scale=0.1, window_size_left=9, seqused_k=used
     )
     options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 37, "max_seqlen_k": 37}
     expected = flash_attn_varlen_func(*rows, window_size=(9, -1), seqused_k=used, **options)
     torch.testing.assert_close(found, expected[0] if isinstance(expected, tuple) else expected)
     dense = operators.flash_forward_quantized(
-        *(heads_second(t) for t in (q, k, v)), None, None, 37, 37, 0.0, False, False, *descales, window_size_left=9
+        *(heads_second(t) for t in (q, k, v)),
+        None,
+        None,
+        37,
+        37,
+        0.0,
+        False,
+        False,
+        *descales,
+        scale=0.1,
+        window_size_left=9,
     )[0]
     torch.testing.assert_close(found[:37], dense[0])
 
@@ -381,6 +413,7 @@ def refusals():
         (lambda: operators.flash_forward(*rows[:2], heads_second(wide), *whole), sizes),
         (lambda: operators.sdpa_cudnn(q, k, v, None, True, 0.0, False, True), debug),
         (lambda: operators.cudnn_forward(*rows, None, *whole[:4], True), packed),
+        (lambda: operators.cudnn_forward(*rows, q, used, used, 3, 3, True), packed),
         (lambda: operators.sdpa_cpu(q, k, v, 0.3), "dropout_p: expected 0, .* got 0.3"),
         (lambda: operators.sdpa_cpu(q, k, wide), sizes),
         (lambda: operators.sdpa_flash_quantized(*others, *none, 0.0, True), "is_causal: expected False with different"),
