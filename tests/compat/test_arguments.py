@@ -1,0 +1,170 @@
+"""Every argument of flash-attn's functions has an effect, unless a list says that it has none: none is dropped."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from onepass.compat import flash_attn as fa
+from onepass.compat import flash_attn_3 as fa3
+from onepass.compat import flash_attn_4 as fa4
+
+
+def randn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+DENSE = {"q": randn(2, 6, 4, 8, seed=0), "k": randn(2, 9, 2, 8, seed=1), "v": randn(2, 9, 2, 8, seed=2)}
+SQUARE = torch.stack([randn(2, 9, 4, 8, seed=seed) for seed in range(3)], 2)
+ROWS = {name: t.flatten(0, 1) for name, t in DENSE.items()}
+OFFSETS_Q, OFFSETS_K, OFFSETS = int32(0, 5, 12), int32(0, 8, 18), int32(0, 7, 18)
+PACKED = {"cu_seqlens_q": OFFSETS_Q, "cu_seqlens_k": OFFSETS_K, "max_seqlen_q": 7, "max_seqlen_k": 10}
+KV = torch.stack((DENSE["k"], DENSE["v"]), 2)
+CACHE = {"q": DENSE["q"], "k_cache": DENSE["k"], "v_cache": DENSE["v"], "cache_seqlens": int32(7, 5)}
+NEW = {"k": randn(2, 2, 2, 8, seed=3), "v": randn(2, 2, 2, 8, seed=4), "causal": True}
+TABLES = {name: randn(24, 3, seed=seed) for seed, name in enumerate(("rotary_cos", "rotary_sin"), 5)}
+PLAIN = {"dropout_p": 0.0, "softmax_scale": 0.5, "causal": False, "softcap": 0.0, "alibi_slopes": None}
+SIDES = {"window_size_left": -1, "window_size_right": -1}
+
+# a value of each argument that changes a call of the functions below
+VALUES: dict[str, Any] = {
+    "dropout_p": 0.5,
+    "softmax_scale": 0.3,
+    "causal": True,
+    "window_size": (2, 1),
+    "window_size_left": 2,
+    "window_size_right": 1,
+    "softcap": 2.0,
+    "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4]),
+    "return_attn_probs": True,
+    "return_softmax_lse": True,
+    "return_lse": True,
+    "attention_chunk": 3,
+    "learnable_sink": randn(4, seed=9),
+    "seqused_q": int32(4, 3),
+    "seqused_k": int32(4, 7),
+    "cache_seqlens": int32(3, 6),
+    "cache_batch_idx": int32(1, 0),
+    "cache_leftpad": int32(2, 1),
+    "rotary_interleaved": False,
+    "rotary_seqlens": int32(1, 0),
+    "leftpad_k": int32(2, 1),
+    "kv_batch_idx": int32(1, 0),
+    "seqlens_rotary": int32(1, 0),
+    "dlse": randn(2, 4, 6, seed=8),
+    "is_causal": True,
+    "sequed_q": int32(4, 3),
+    "sequed_k": int32(4, 7),
+}
+# arguments that say how to compute, or what other tests pass: pages, e4m3, what is refused, buffers
+OTHERS = {
+    *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "block_table", "page_table", "qv"),
+    *("q_descale", "k_descale", "v_descale", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod"),
+    *("aux_tensors", "aux_scalars", "block_sparse_tensors", "block_sparse_tensors_bwd", "gather_bwd_recompute_p"),
+    *("gather_bwd_token_chunk", "min_seqlen_k", "seqlen_k_per_split", "disable_scheduler_metadata", "zero_tensors"),
+    *("tile_mn", "mma_pv_is_rs", "intra_wg_overlap", "num_threads", "_arch", "rng_state", "return_softmax"),
+    *("m_block_size", "n_block_size", "num_stages_Q", "num_stages_dO", "SdP_swapAB", "dKV_swapAB", "dQ_swapAB"),
+    *("AtomLayoutMSdP", "AtomLayoutNdKV", "AtomLayoutMdQ", "V_in_regs", "num_heads_q", "max_seqlen_q", "max_seqlen_k"),
+    *("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "k_new", "v_new", "k", "v", "rotary_cos", "rotary_sin"),
+    *("dq", "dk", "dv", "out", "out_", "lse"),
+}
+
+
+def backward(function, **given):
+    """The gradients that a private backward writes, or returns."""
+    forward = fa3.flash_attn_varlen_func if given["q"].dim() == 3 else fa3.flash_attn_func
+    out, lse = forward(
+        **{name: t for name, t in given.items() if name in ("q", "k", "v", *PACKED)}, return_attn_probs=True
+    )
+    lse_name = "lse" if function is fa4._flash_attn_bwd else "softmax_lse"
+    buffers = {f"d{name}": torch.zeros_like(given[name]) for name in "qkv"}
+    found = function(**given | {"out": out, "dout": out, lse_name: lse} | buffers)
+    return (*buffers.values(), *(found[3:] if isinstance(found, tuple) else ()))
+
+
+CALLS = {
+    "fa func": (fa.flash_attn_func, DENSE),
+    "fa kvpacked": (fa.flash_attn_kvpacked_func, {"q": DENSE["q"], "kv": KV}),
+    "fa qkvpacked": (fa.flash_attn_qkvpacked_func, {"qkv": SQUARE}),
+    "fa varlen": (fa.flash_attn_varlen_func, ROWS | PACKED),
+    "fa varlen kvpacked": (fa.flash_attn_varlen_kvpacked_func, {"q": ROWS["q"], "kv": KV.flatten(0, 1)} | PACKED),
+    "fa varlen qkvpacked": (
+        fa.flash_attn_varlen_qkvpacked_func,
+        {"qkv": SQUARE.flatten(0, 1), "cu_seqlens": OFFSETS, "max_seqlen": 11},
+    ),
+    "fa kvcache": (fa.flash_attn_with_kvcache, CACHE),
+    "fa kvcache, new keys": (fa.flash_attn_with_kvcache, CACHE | NEW | TABLES),
+    "fa forward": (fa._flash_attn_forward, DENSE | PLAIN | SIDES | {"return_softmax": False}),
+    "fa varlen forward": (fa._flash_attn_varlen_forward, ROWS | PACKED | PLAIN),
+    "fa backward": (fa._flash_attn_backward, DENSE | PLAIN | SIDES | {"deterministic": False}),
+    "fa varlen backward": (fa._flash_attn_varlen_backward, ROWS | PACKED | PLAIN | SIDES | {"deterministic": False}),
+    "fa3 func": (fa3.flash_attn_func, DENSE),
+    "fa3 qkvpacked": (fa3.flash_attn_qkvpacked_func, {"qkv": SQUARE}),
+    "fa3 varlen": (fa3.flash_attn_varlen_func, ROWS | PACKED),
+    "fa3 kvcache": (fa3.flash_attn_with_kvcache, CACHE),
+    "fa3 kvcache, new keys": (fa3.flash_attn_with_kvcache, CACHE | NEW | TABLES),
+    "fa3 forward": (fa3._flash_attn_forward, DENSE),
+    "fa3 forward over a cache": (
+        fa3._flash_attn_forward,
+        DENSE | {"k_new": NEW["k"], "v_new": NEW["v"], "seqused_k": int32(7, 5)} | TABLES,
+    ),
+    "fa3 backward": (fa3._flash_attn_backward, DENSE),
+    "fa4 func": (fa4.flash_attn_func, DENSE),
+    "fa4 varlen": (fa4.flash_attn_varlen_func, ROWS | PACKED),
+    "fa4 forward": (fa4._flash_attn_fwd, DENSE),
+    "fa4 backward": (fa4._flash_attn_bwd, DENSE),
+}
+# arguments without an effect in one of the calls, since another one decides
+NO_EFFECT = {
+    "rotary_interleaved": ("fa kvcache", "fa3 kvcache", "fa3 forward"),
+    "rotary_seqlens": ("fa3 kvcache",),
+    "seqlens_rotary": ("fa3 forward",),
+    "leftpad_k": ("fa3 forward",),  # makes it a call over a cache
+    "kv_batch_idx": ("fa3 forward",),
+}
+
+
+def run(name, changes):
+    function, given = CALLS[name]
+    given = {key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in (given | changes).items()}
+    torch.manual_seed(0)
+    result = backward(function, **given) if "backward" in name else function(**given)
+    found = result if isinstance(result, (tuple, list)) else (result,)
+    return [t for t in found if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_argument_has_an_effect(name):
+    function, given = CALLS[name]
+    usual = run(name, {})
+    for argument in inspect.signature(function).parameters:
+        if argument in OTHERS or name in NO_EFFECT.get(argument, ()):
+            continue
+        if argument not in VALUES:
+            assert argument in given or argument in ("dout", "softmax_lse"), argument
+            continue
+        changes = {argument: not given[argument] if given.get(argument) is True else VALUES[argument]}
+        if argument == "dropout_p" and "backward" in name:
+            changes["rng_state"] = torch.tensor([3, 4])
+        found = run(name, changes)
+        is_same = len(found) == len(usual) and all(
+            a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in zip(found, usual, strict=True)
+        )
+        assert not is_same, argument
+
+
+@pytest.mark.parametrize("name", ["fa3 forward", "fa3 forward over a cache", "fa4 forward"])
+def test_results_are_written_into_given_tensors(name):
+    function, given = CALLS[name]
+    usual = run(name, {})
+    for argument, number in (("out_", 0), ("out", 0), ("lse", 1)):
+        if argument in inspect.signature(function).parameters:
+            into = torch.full((2, 6, 4, 8) if number == 0 else (2, 4, 6), torch.nan, dtype=torch.float64)
+            caches = {key: t.clone() for key, t in given.items() if isinstance(t, torch.Tensor)}
+            assert function(**given | caches | {argument: into})[number] is into
+            torch.testing.assert_close(into, usual[0] if number == 0 else CALLS["fa3 forward"][0](**DENSE)[1].double())
