@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from onepass.api import fast_path
 from onepass.compat import flash_attn as fa
 from onepass.compat import flash_attn_3 as fa3
 from onepass.compat import flash_attn_4 as fa4
+from onepass.problem import AttentionProblem
 
 
 def randn(*shape, seed):
@@ -26,6 +28,8 @@ OFFSETS_Q, OFFSETS_K, OFFSETS = int32(0, 5, 12), int32(0, 8, 18), int32(0, 7, 18
 PACKED = {"cu_seqlens_q": OFFSETS_Q, "cu_seqlens_k": OFFSETS_K, "max_seqlen_q": 7, "max_seqlen_k": 10}
 KV = torch.stack((DENSE["k"], DENSE["v"]), 2)
 CACHE = {"q": DENSE["q"], "k_cache": DENSE["k"], "v_cache": DENSE["v"], "cache_seqlens": int32(7, 5)}
+PAGES = {name: randn(9, 3, 2, 8, seed=seed) for seed, name in enumerate("kv", 1)}
+TABLE = torch.tensor([[5, 0, 7, 2], [3, 8, 1, 6]], dtype=torch.int32)
 NEW = {"k": randn(2, 2, 2, 8, seed=3), "v": randn(2, 2, 2, 8, seed=4), "causal": True}
 TABLES = {name: randn(24, 3, seed=seed) for seed, name in enumerate(("rotary_cos", "rotary_sin"), 5)}
 PLAIN = {"dropout_p": 0.0, "softmax_scale": 0.5, "causal": False, "softcap": 0.0, "alibi_slopes": None}
@@ -61,16 +65,19 @@ VALUES: dict[str, Any] = {
     "sequed_q": int32(4, 3),
     "sequed_k": int32(4, 7),
 }
+# offsets and tables of calls that have them
+CUTS = {"cu_seqlens_q": int32(0, 6, 12), "cu_seqlens_k": int32(0, 9, 18), "cu_seqlens_k_new": int32(0, 1, 4)}
+CUTS |= dict.fromkeys(("block_table", "page_table"), TABLE.flip(1))
 # arguments that say how to compute, or what other tests pass: pages, e4m3, what is refused, buffers
 OTHERS = {
-    *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "block_table", "page_table", "qv"),
+    *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "qv"),
     *("q_descale", "k_descale", "v_descale", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod"),
     *("aux_tensors", "aux_scalars", "block_sparse_tensors", "block_sparse_tensors_bwd", "gather_bwd_recompute_p"),
     *("gather_bwd_token_chunk", "min_seqlen_k", "seqlen_k_per_split", "disable_scheduler_metadata", "zero_tensors"),
     *("tile_mn", "mma_pv_is_rs", "intra_wg_overlap", "num_threads", "_arch", "rng_state", "return_softmax"),
     *("m_block_size", "n_block_size", "num_stages_Q", "num_stages_dO", "SdP_swapAB", "dKV_swapAB", "dQ_swapAB"),
     *("AtomLayoutMSdP", "AtomLayoutNdKV", "AtomLayoutMdQ", "V_in_regs", "num_heads_q", "max_seqlen_q", "max_seqlen_k"),
-    *("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "k_new", "v_new", "k", "v", "rotary_cos", "rotary_sin"),
+    *("k_new", "v_new", "k", "v", "rotary_cos", "rotary_sin"),
     *("dq", "dk", "dv", "out", "out_", "lse"),
 }
 
@@ -113,6 +120,31 @@ CALLS = {
         fa3._flash_attn_forward,
         DENSE | {"k_new": NEW["k"], "v_new": NEW["v"], "seqused_k": int32(7, 5)} | TABLES,
     ),
+    "fa3 forward, packed new keys": (
+        fa3._flash_attn_forward,
+        {"q": ROWS["q"], "k": DENSE["k"], "v": DENSE["v"], "k_new": randn(5, 2, 8, seed=3), "seqused_k": int32(3, 4)}
+        | {"v_new": randn(5, 2, 8, seed=4), "cu_seqlens_k_new": int32(0, 3, 5), "cu_seqlens_q": OFFSETS_Q}
+        | {"max_seqlen_q": 7},
+    ),
+    "fa varlen in pages": (fa.flash_attn_varlen_func, {"q": ROWS["q"]} | PAGES | PACKED | {"block_table": TABLE}),
+    "fa varlen forward in pages": (
+        fa._flash_attn_varlen_forward,
+        {"q": ROWS["q"]} | PAGES | PACKED | PLAIN | {"block_table": TABLE},
+    ),
+    "fa kvcache in pages": (
+        fa.flash_attn_with_kvcache,
+        {"q": DENSE["q"], "k_cache": PAGES["k"], "v_cache": PAGES["v"], "cache_seqlens": int32(7, 5)}
+        | {"block_table": TABLE},
+    ),
+    "fa3 kvcache in pages": (
+        fa3.flash_attn_with_kvcache,
+        {"q": ROWS["q"], "k_cache": PAGES["k"], "v_cache": PAGES["v"], "cache_seqlens": int32(7, 5)}
+        | {"page_table": TABLE, "cu_seqlens_q": OFFSETS_Q, "max_seqlen_q": 7},
+    ),
+    "fa4 varlen in pages": (
+        fa4.flash_attn_varlen_func,
+        {"q": ROWS["q"], "cu_seqlens_q": OFFSETS_Q, "max_seqlen_q": 7, "page_table": TABLE, "causal": True} | PAGES,
+    ),
     "fa3 backward": (fa3._flash_attn_backward, DENSE),
     "fa4 func": (fa4.flash_attn_func, DENSE),
     "fa4 varlen": (fa4.flash_attn_varlen_func, ROWS | PACKED),
@@ -121,9 +153,12 @@ CALLS = {
 }
 # arguments without an effect in one of the calls, since another one decides
 NO_EFFECT = {
-    "rotary_interleaved": ("fa kvcache", "fa3 kvcache", "fa3 forward"),
-    "rotary_seqlens": ("fa3 kvcache",),
-    "seqlens_rotary": ("fa3 forward",),
+    "rotary_interleaved": (
+        *("fa kvcache", "fa kvcache in pages", "fa3 kvcache", "fa3 kvcache in pages", "fa3 forward"),
+        "fa3 forward, packed new keys",
+    ),
+    "rotary_seqlens": ("fa3 kvcache", "fa3 kvcache in pages"),
+    "seqlens_rotary": ("fa3 forward", "fa3 forward, packed new keys"),
     "leftpad_k": ("fa3 forward",),  # makes it a call over a cache
     "kv_batch_idx": ("fa3 forward",),
 }
@@ -142,13 +177,14 @@ def run(name, changes):
 def test_every_argument_has_an_effect(name):
     function, given = CALLS[name]
     usual = run(name, {})
+    values = VALUES | {argument: value for argument, value in CUTS.items() if argument in given}
     for argument in inspect.signature(function).parameters:
-        if argument in OTHERS or name in NO_EFFECT.get(argument, ()):
+        if argument in OTHERS or name in NO_EFFECT.get(argument, ()) or (argument in CUTS and argument not in given):
             continue
-        if argument not in VALUES:
+        if argument not in values:
             assert argument in given or argument in ("dout", "softmax_lse"), argument
             continue
-        changes = {argument: not given[argument] if given.get(argument) is True else VALUES[argument]}
+        changes = {argument: not given[argument] if given.get(argument) is True else values[argument]}
         if argument == "dropout_p" and "backward" in name:
             changes["rng_state"] = torch.tensor([3, 4])
         found = run(name, changes)
@@ -168,3 +204,50 @@ def test_results_are_written_into_given_tensors(name):
             caches = {key: t.clone() for key, t in given.items() if isinstance(t, torch.Tensor)}
             assert function(**given | caches | {argument: into})[number] is into
             torch.testing.assert_close(into, usual[0] if number == 0 else CALLS["fa3 forward"][0](**DENSE)[1].double())
+
+
+WRONG: dict[str, tuple[Any, type[Exception]]] = {
+    **dict.fromkeys(("qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod"), (1, NotImplementedError)),
+    **dict.fromkeys(("block_sparse_tensors", "block_sparse_tensors_bwd"), (1, NotImplementedError)),
+    **dict.fromkeys(("pack_gqa", "deterministic", "zero_tensors", "causal", "is_causal"), (1, TypeError)),
+    **dict.fromkeys(("return_attn_probs", "return_softmax_lse", "return_lse", "rotary_interleaved"), (1, TypeError)),
+    **dict.fromkeys(("num_splits", "window_size", "window_size_left", "softmax_scale", "softcap"), ("2", TypeError)),
+    **dict.fromkeys(("sm_margin", "attention_chunk"), (-1, ValueError)),
+    **dict.fromkeys(("dropout_p",), (1.5, ValueError)),
+}
+
+
+IGNORED = {
+    ("rotary_interleaved", "fa3 forward"),
+    ("rotary_interleaved", "fa3 forward, packed new keys"),
+    ("pack_gqa", "fa4 backward"),
+    ("deterministic", "fa4 varlen in pages"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_values_are_refused_by_every_function(name):
+    parameters = inspect.signature(CALLS[name][0]).parameters
+    for argument, (value, error) in WRONG.items():
+        if argument in parameters and (argument, name) not in IGNORED:
+            state = {"rng_state": torch.tensor([3, 4])} if argument == "dropout_p" and "rng_state" in parameters else {}
+            with pytest.raises(error, match=argument):
+                run(name, {argument: value} | state)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n, (f, _) in CALLS.items() if "deterministic" in inspect.signature(f).parameters and "pages" not in n],
+)
+def test_every_function_passes_deterministic_on(name, monkeypatch):
+    asked, made = [], AttentionProblem.of.__func__
+
+    def of(cls, *arguments, **options):
+        asked.append(options["deterministic"])
+        return made(cls, *arguments, **options)
+
+    monkeypatch.setattr(AttentionProblem, "of", classmethod(of))
+    fast_path.forget()
+    for deterministic in (False, True):
+        run(name, {"deterministic": deterministic})
+        assert asked[-1] is deterministic

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from onepass import reference
-from onepass.compat import flash_attn
 from onepass.compat import flash_attn_3 as fa3
 from onepass.compat.cache_update import append
-from onepass.dispatch import attention as dispatch
 
 DTYPE = torch.float64
 E4M3 = torch.float8_e4m3fn
@@ -687,20 +685,6 @@ def test_combine(leading):
     for name, options in (("out_dtype", {"out_dtype": torch.int32}), ("out", {"out": into.int()})):
         with pytest.raises(TypeError, match=rf"^{name}: expected a floating point dtype, got torch\.int32"):
             fa3.flash_attn_combine(outs, lses, **options)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_is_passed_on(deterministic, monkeypatch):
-    asked, require = [], dispatch.require
-
-    def spy(problem, *arguments):
-        asked.append(problem.deterministic)
-        return require(problem, *arguments)
-
-    monkeypatch.setattr(dispatch, "require", spy)
-    fa3.flash_attn_func(*(t.requires_grad_() for t in qkv()), deterministic=deterministic)
-    flash_attn.flash_attn_func(*(t.requires_grad_() for t in qkv()), deterministic=deterministic)
-    assert asked == [deterministic] * 2
 
 
 def test_scheduler_metadata_is_empty():

@@ -8,7 +8,6 @@ import torch
 from onepass.compat import flash_attn as fa
 from onepass.compat import flash_attn_3 as fa3
 from onepass.compat import flash_attn_4 as fa4
-from onepass.dispatch import attention as dispatch
 
 DTYPE = torch.float64
 OFFSETS = torch.tensor([0, 4, 11], dtype=torch.int32)
@@ -244,18 +243,6 @@ def test_bad_results_are_refused_by_every_backward(library, changes, error, matc
     backward_of(library, results)
     with pytest.raises(error, match=match):
         backward_of(library, results | changes)
-
-
-@pytest.mark.parametrize("library", [fa, fa3, fa4])
-def test_every_backward_passes_deterministic_on(library, monkeypatch):
-    asked, gradients = [], dispatch.load_backward
-    monkeypatch.setattr(
-        dispatch, "load_backward", lambda name, problem: asked.append(problem.deterministic) or gradients(name, problem)
-    )
-    out, lse = fa3.flash_attn_func(*dense(), return_attn_probs=True)
-    for deterministic in (False, True):
-        backward_of(library, {"dout": out, "out": out, "lse": lse}, deterministic=deterministic)
-    assert asked == [False, True]
 
 
 def test_results_of_private_functions_cannot_be_differentiated():
