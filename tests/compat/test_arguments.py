@@ -143,12 +143,18 @@ CALLS = {
     ),
     "fa4 varlen in pages": (
         fa4.flash_attn_varlen_func,
-        {"q": ROWS["q"], "cu_seqlens_q": OFFSETS_Q, "max_seqlen_q": 7, "page_table": TABLE, "causal": True} | PAGES,
+        {"q": ROWS["q"], "cu_seqlens_q": OFFSETS_Q, "max_seqlen_q": 7, "page_table": TABLE, "seqused_k": int32(8, 5)}
+        | PAGES,
     ),
     "fa3 backward": (fa3._flash_attn_backward, DENSE),
     "fa4 func": (fa4.flash_attn_func, DENSE),
     "fa4 varlen": (fa4.flash_attn_varlen_func, ROWS | PACKED),
     "fa4 forward": (fa4._flash_attn_fwd, DENSE),
+    "fa4 forward in pages": (
+        fa4._flash_attn_fwd,
+        {"q": ROWS["q"], "cu_seqlens_q": OFFSETS_Q, "max_seqlen_q": 7, "page_table": TABLE, "seqused_k": int32(8, 5)}
+        | PAGES,
+    ),
     "fa4 backward": (fa4._flash_attn_bwd, DENSE),
 }
 # arguments without an effect in one of the calls, since another one decides

@@ -376,7 +376,16 @@ def test_what_a_mask_keeps(monkeypatch):
     assert torch.equal(run(one, layers[1]), other)
 
 
-@pytest.mark.parametrize("option", ["scaling", "softcap"])
+OWN_OPTIONS = {
+    "scaling": (0.5, 2.0),
+    "softcap": (0.5, 2.0),
+    "s_aux": (None, torch.linspace(-1, 1, 4)),
+    "position_bias": (None, torch.linspace(-2, 2, 36).view(1, 4, 1, 9)),
+    "indices": (None, torch.tensor([[[0, 3]], [[1, 2]]])),
+}
+
+
+@pytest.mark.parametrize("option", OWN_OPTIONS)
 def test_a_layer_with_an_option_of_its_own_repeats_no_call(option):
     """Layers of a model need not be alike: GPT-2 may divide the scale by a layer's number."""
     q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 9, 16)
@@ -386,10 +395,11 @@ def test_a_layer_with_an_option_of_its_own_repeats_no_call(option):
             return attention_forward(Layer(), q, k, k, mask, **{option: value})[0]
 
     def mask():
-        return ShortMask.make(Pattern(is_causal=True), lambda: None, (2, 1, 1, 9), torch.float32, "cpu")
+        return ShortMask.make(Pattern(is_causal=True), lambda: torch.zeros(2, 1, 1, 9), (2, 1, 1, 9), q.dtype, "cpu")
 
-    together = mask()
-    for value in (0.5, 0.5, 2.0, 0.5):  # the first call of its kind is not repeated
+    together, (usual, other) = mask(), OWN_OPTIONS[option]
+    assert not torch.equal(run(mask(), usual), run(mask(), other))
+    for value in (usual, usual, other, usual):  # the first call of its kind is not repeated
         assert torch.equal(run(together, value), run(mask(), value))
 
 
