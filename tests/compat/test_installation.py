@@ -106,9 +106,17 @@ def test_undo_is_complete():
 
 def test_operators():
     check("""
-        import torch
+        import sys, types, torch
         from onepass import compat
+        module = types.SimpleNamespace(_loaded_implementation="flash_attention_2")
+        sys.modules["transformers.modeling_flash_attention_utils"] = module
         compat.install()
+        assert module._loaded_implementation is None  # transformers looks for flash-attn again
+        for operators in (torch.ops.flash_attn, torch.ops.flash_attn_3):
+            for name in ("_flash_attn_backward", "_flash_attn_varlen_backward", "bwd"):
+                if hasattr(operators, name):  # what they write, which torch.compile has to know
+                    arguments = getattr(operators, name).default._schema.arguments
+                    assert [a.name for a in arguments if a.is_write] == ["dq", "dk", "dv"]
         q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
         options = 0.0, 8 ** -0.5, True, -1, -1, 0.0, None
         out, lse, _, state = torch.ops.flash_attn._flash_attn_forward(q, k, v, *options, False)

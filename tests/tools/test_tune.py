@@ -17,7 +17,7 @@ from onepass.kernels.heuristics import chooser, tuned
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem, Mask
 from onepass.tuning import launches, race, tuner
-from onepass.tuning.result import Progress, changes
+from onepass.tuning.result import Progress, changes, summary
 from onepass.tuning.space import MAX_CANDIDATES, candidates
 
 
@@ -325,4 +325,33 @@ def test_a_result_is_plain_data():
     data = json.loads(json.dumps(result.to_dict()))
     assert ForwardConfigSm90.from_text(data["config"]) == USUAL
     assert data["problem"]["dtype"] == "bfloat16"
-    assert len(data["candidates"]) == len(result.candidates)
+    assert len(data["candidates"]) == len(result.candidates) == len({one["config"] for one in data["candidates"]})
+    for one, candidate in zip(data["candidates"], result.candidates, strict=True):
+        assert ForwardConfigSm90.from_text(one["config"]) == candidate.config
+        assert (one["ms"], one["changes"]) == (candidate.ms, candidate.changes)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({}, "bfloat16 head_dim 128 causal, batch 4, seqlen 4096, heads 16"),
+        ({"mask": Mask()}, "bfloat16 head_dim 128, batch 4, seqlen 4096, heads 16"),
+        (
+            {"mask": Mask(64, 0), "seqlen_k": 8192},
+            "bfloat16 head_dim 128 window 64, 0, batch 4, seqlen 4096 x 8192, heads 16",
+        ),
+        (
+            {"mask": Mask(None, -2), "head_dim_v": 64},
+            "bfloat16 head_dim 128/64 window None, -2, batch 4, seqlen 4096, heads 16",
+        ),
+        ({"dtype": torch.float16, "num_heads_kv": 2}, "float16 head_dim 128 causal, batch 4, seqlen 4096, heads 16/2"),
+    ],
+)
+def test_problems_in_words(other, words):
+    assert summary(dataclasses.replace(PROBLEM, **other)) == words
+
+
+def test_differences_of_configurations_in_words():
+    other = dataclasses.replace(USUAL, tile_n=USUAL.tile_n - 16, longest_first=not USUAL.longest_first)
+    assert changes(USUAL, other) == f"tile_n={other.tile_n} longest_first={other.longest_first}"
+    assert changes(USUAL, USUAL) == ""
