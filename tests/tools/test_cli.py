@@ -770,12 +770,26 @@ def test_ctrl_c_while_modules_load_ends_the_command_with_130(argv, monkeypatch, 
         assert ended == [130]
         startup.end()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        monkeypatch.setenv("ONEPASS_BACKEND", "sm70")
-        with pytest.raises(SystemExit, match="2"):
-            startup._begin()
-        assert capsys.readouterr().err.startswith("onepass: ONEPASS_BACKEND: expected one of")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what ignores Ctrl-C goes on doing so
+        startup._begin()
+        startup.end()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        for name, expected in (("ONEPASS_LOG", "1, true, yes or on"), ("ONEPASS_BACKEND", "one of")):
+            monkeypatch.setenv(name, "sm70")
+            with pytest.raises(SystemExit, match="2"):
+                startup._begin()
+            assert capsys.readouterr().err.startswith(f"onepass: {name}: expected {expected}")
+            monkeypatch.delenv(name)
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def test_ctrl_c_that_no_command_handles_ends_with_130(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["onepass.cli.app"], "app", interrupted)
+    assert run_main(monkeypatch) == 130
 
 
 @pytest.mark.parametrize("argv", [["train.py"], ["-m", "onepass.compat"], ["-m", "onepasses"], ["-c"], [""], []])
