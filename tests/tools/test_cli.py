@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
 import itertools
@@ -725,6 +726,18 @@ def test_a_full_disk(cached, monkeypatch, capsys):
         status = run_main(monkeypatch, "cache")
     sys.stdout.close()
     assert (status, capsys.readouterr().err) == (1, "onepass: no space left on device\n")
+
+
+def test_a_disk_that_is_full_at_the_end(monkeypatch, capsys):
+    """Output that is kept in a buffer is written before the command ends."""
+
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert run_main(monkeypatch, "--version") == 1
+    assert "no space left on device" in capsys.readouterr().err
 
 
 def test_what_the_output_cannot_encode(cached, monkeypatch):
