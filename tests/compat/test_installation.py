@@ -110,6 +110,14 @@ def test_operators():
         from onepass import compat
         module = types.SimpleNamespace(_loaded_implementation="flash_attention_2")
         sys.modules["transformers.modeling_flash_attention_utils"] = module
+        sys.modules["flash_attn"] = types.ModuleType("flash_attn")  # imported, and not to be found
+        try:
+            compat.install()
+        except RuntimeError as error:
+            assert "expected no module flash_attn" in str(error)
+        else:
+            raise AssertionError
+        del sys.modules["flash_attn"]
         compat.install()
         assert module._loaded_implementation is None  # transformers looks for flash-attn again
         for operators in (torch.ops.flash_attn, torch.ops.flash_attn_3):

@@ -23,6 +23,7 @@ import torch
 
 pytest.importorskip("typer")
 
+import typer
 from rich.table import Table
 from typer.testing import CliRunner
 
@@ -33,6 +34,7 @@ from onepass.bench.cases import Case, CaseSet
 from onepass.cli import ablate as cli_ablate
 from onepass.cli import bench as cli_bench
 from onepass.cli import cache as cli_cache
+from onepass.cli import console
 from onepass.cli import info as cli_info
 from onepass.cli import verify as cli_verify
 from onepass.cli.app import app
@@ -708,6 +710,32 @@ def run_main(monkeypatch, *arguments):
     with pytest.raises(SystemExit) as ending:
         cli.main()
     return ending.value.code
+
+
+def test_devices_and_pictures_that_a_command_takes(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("cpu", "cuda", "cuda:0", "cuda:1"):
+        assert console.resolve_device(name) == name
+    for is_available, name in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda value=is_available: value)
+        assert console.resolve_device("auto") == name
+    console.require_plot("--plot", tmp_path / "a.PNG")
+    for refused in (
+        lambda: console.resolve_device("cuda:2"),
+        lambda: console.resolve_device("meta"),
+        lambda: console.resolve_device("tpu\x1b[31m"),
+        lambda: console.require_plot("--plot", tmp_path / "a.pdf"),
+        lambda: console.require_output("--json", tmp_path),
+        lambda: console.fail("--json: \x1b"),
+    ):
+        with pytest.raises(typer.Exit) as ending:
+            refused()
+        assert ending.value.exit_code == 2
+    errors = capsys.readouterr().err
+    assert "\x1b" not in errors
+    lines = errors.splitlines()
+    assert lines[0] == "onepass: --device: expected a device that torch sees, got 'cuda:2'; it sees 2 GPUs"
+    assert [line.split()[1] for line in lines] == ["--device:"] * 3 + ["--plot:", "--json:", "--json:"]
 
 
 def test_closed_streams(cached, monkeypatch):
