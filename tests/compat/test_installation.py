@@ -304,6 +304,20 @@ def test_run_a_module(tmp_path):
     assert done.stdout.split() == ["__main__", "['-x']", "onepass.compat.flash_attn.functions"]
 
 
+@pytest.mark.parametrize("options", [[], ["--replace"]])
+def test_a_module_runs_as_the_main_program(tmp_path, monkeypatch, capsys, options):
+    (tmp_path / "program.py").write_text(
+        "import sys\nprint(__name__, sys.argv, sys.modules['__main__'].__dict__ is globals())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    installed = []
+    monkeypatch.setattr(compat_main, "install", lambda replace: installed.append(replace))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    compat_main.main(["run", *options, "-m", "program", "-x"])
+    assert capsys.readouterr().out.strip() == f"__main__ {[str(tmp_path / 'program.py'), '-x']} True"
+    assert installed == [bool(options)]
+
+
 @pytest.mark.parametrize("name", ["nomod", "nopkg.nomod", "folder", "program.nomod", "...", "__main__"])
 def test_run_says_which_module_is_missing(tmp_path, monkeypatch, name):
     (tmp_path / "program.py").write_text("")
@@ -336,5 +350,8 @@ def test_run_helps(capsys):
     [(), ("run",), ("run", "-m"), ("walk", "x.py"), ("run", "--unknown", "x.py"), ("run", "none.py"), ("run", "/")],
 )
 def test_run_refuses_bad_arguments(arguments):
-    with pytest.raises(SystemExit, match=r"^(usage: python -m onepass.compat run|onepass.compat: expected a script)"):
+    expected = (
+        "onepass.compat: expected a script" if arguments[-1:] in (("none.py",), ("/",)) else "usage: python -m onepass"
+    )
+    with pytest.raises(SystemExit, match=f"^{expected}"):
         compat_main.main(list(arguments))

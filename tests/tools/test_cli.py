@@ -340,6 +340,14 @@ def test_tables_of_bench(monkeypatch, fastest, figure):
             assert text in out.getvalue()
 
 
+def test_lines_of_a_bench_in_short():
+    entry = {"extra_bytes": 5 * 2**19, "median_ms": 0.5}
+    row = {"measure": "memory", "contenders": {"onepass": entry}, "failed": {"sdpa": "why"}}
+    assert cli_bench._in_short(row) == "onepass 2.5 MiB, sdpa FAILED: why"
+    assert cli_bench._in_short(row | {"measure": "time"}) == "onepass 0.500 ms, sdpa FAILED: why"
+    assert cli_bench._in_short(row | {"contenders": {}, "failed": {}}) == "skipped"
+
+
 def test_bench_passes_its_options_on(monkeypatch):
     asked = []
     report = SimpleNamespace(status="complete", wrong=[], rows=[])
