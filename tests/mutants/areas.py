@@ -57,8 +57,9 @@ DISPATCH = (
     "tests/compiler/test_warmup.py",
 )
 ELEMENTS = ("tests/device/test_elements_in_python.py",)
+LOOKUPS = ("tests/device/test_lookups_in_python.py",)
 MODIFIERS = (*ELEMENTS, "tests/device/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
-BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py")
+BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py", *LOOKUPS)
 LAUNCH = (
     "tests/launch/test_kernel_keys.py",
     "tests/launch/test_argument_values.py",
@@ -81,11 +82,12 @@ FORMULAS = (
 )
 FORWARD = ("tests/device/test_forward_sm80_values.py",)
 BACKWARD = ("tests/device/test_backward_sm80_values.py",)
-DECODE = ("tests/device/test_decode_values.py",)
-DECODE_E4M3 = ("tests/device/test_e4m3.py", "tests/device/test_decode_e4m3_values.py")
+DECODE = (*LOOKUPS, "tests/device/test_decode_values.py")
+DECODE_E4M3 = (*LOOKUPS, "tests/device/test_e4m3.py", "tests/device/test_decode_e4m3_values.py")
 QUANTIZE = ("tests/device/test_quantize_values.py",)
 MODIFIED = ("tests/tiled/test_tiled_modifiers.py",)
 FLASH_ATTN = (
+    "tests/compat/test_arguments.py",
     "tests/compat/test_flash_attn.py",
     "tests/compat/test_flash_attn_options.py",
     "tests/compat/test_flash_attn_3.py",
@@ -275,7 +277,7 @@ AREAS = (
             Group(
                 ("onepass/kernels/device/memory_bound/append.py",),
                 (*ELEMENTS, *DECODE, "tests/device/test_decode_e4m3_values.py"),
-                "rotations or append or bad_lengths",
+                "rotations or append or bad_lengths or new_keys",
             ),
             Group(
                 (
@@ -354,6 +356,7 @@ AREAS = (
             Group(
                 ("onepass/distributed/*.py",),
                 (
+                    "tests/distributed/test_local_calls.py",
                     "tests/distributed/test_schedule.py",
                     "tests/distributed/test_routes.py",
                     "tests/distributed/test_layouts.py",
