@@ -60,10 +60,11 @@ def random_call(
     dtype: torch.dtype = torch.float64,
     head_dims: tuple[int, int] | None = None,
     short_ends: bool = False,
+    masks: tuple[str, ...] = ("full", "causal", "causal", "window"),
 ) -> WholeCall:
     """A call with a random subset of everything that `onepass.distributed.attention` takes.
 
-    Args: short_ends: 16 query heads in unequal steps.
+    Args: short_ends: 16 query heads in unequal steps. masks: one of these is drawn.
     """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -104,7 +105,7 @@ def random_call(
         "chunks": rng.choice([1, 2, 8, None]),
         "keep_gathered": given(0.3),
     }
-    mask = rng.choice(["full", "causal", "window", "window"])
+    mask = rng.choice(masks)
     if mask == "causal":
         plan["causal"] = True
     if mask == "window":
