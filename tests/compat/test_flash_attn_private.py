@@ -168,8 +168,12 @@ def test_pages_of_the_packed_forward():
     )
     torch.testing.assert_close(out, expected[0][:, 0])
     torch.testing.assert_close(lse, expected[1][..., 0].T)
-    for name, changes in (("seqused_k", {"seqused_k": used + 7}), ("cu_seqlens_k", {"seqused_k": None})):
-        with pytest.raises(ValueError, match=f"{name}: expected at most 8, .* got"):
+    for match, changes in (
+        (r"seqused_k: expected at most 8, .* got", {"seqused_k": used + 7}),
+        (r"seqused_k: expected 0 to 8, .* got -1", {"seqused_k": used - 4}),
+        (r"cu_seqlens_k: expected at most 8, .* got", {"seqused_k": None}),
+    ):
+        with pytest.raises(ValueError, match=match):
             fa._flash_attn_varlen_forward(
                 q, *pages, one_each, 9 * one_each, 1, 7, *by_position({}), **(arguments | changes)
             )
