@@ -43,7 +43,10 @@ PROBLEMS = {f"{d} {name}": problem(d, d, **options) for d in (64, 128) for name,
 PROBLEMS |= {f"{d} long": problem(d, d, 2048, mask=FULL) for d in (64, 128, 256)}  # three kernels
 PROBLEMS["128 long softcap"] = problem(128, 128, 2048, mask=FULL, softcap=30.0)
 PROBLEMS |= {f"{d}/{dv}": problem(d, dv) for d, dv in ((64, 128), (128, 64), (96, 96), (192, 128))}
-PROBLEMS |= {f"{d} deterministic": problem(d, d, deterministic=True) for d in (64, 128)}
+PROBLEMS |= {f"{d} deterministic": problem(d, d, deterministic=True) for d in (64, 128, 192, 256)}
+PROBLEMS |= {
+    f"256 {name}": problem(256, 256, 64, mask=mask) for name, mask in (("64 keys", FULL), ("64 causal keys", CAUSAL))
+}
 PROBLEMS["128 deterministic window"] = problem(
     128, 128, deterministic=True, mask=Mask(64, 64)
 )  # turns in descending order
@@ -82,7 +85,13 @@ PROBLEMS |= SHORT
 
 # Loads and stores of values that do not fit into registers: numbers of a tile outside of the loop, and with ranges or
 # positions intervals where a block is masked.
-FEW_SPILLS = {"128 short GQA seqused window": 3, "128 GQA": 8, "64 ranges": 40, "64 positions GQA": 40}
+FEW_SPILLS = {
+    "256 float16 packed seqused GQA window softcap": 20,
+    "128 short GQA seqused window": 3,
+    "128 GQA": 8,
+    "64 ranges": 40,
+    "64 positions GQA": 40,
+}
 PARAMETERS = [pytest.param(name, asked, id=name) for name, asked in PROBLEMS.items()]
 
 

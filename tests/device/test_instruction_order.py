@@ -60,12 +60,26 @@ def test_backward_beside_the_gradients(head_dim, options):
     assert numbers(r"wait 1, stsm (\d+), wait 0", order) == (4 - (asked.qhead_per_kvhead > 1)) * [config.tile_m // 16]
 
 
+@pytest.mark.sampled(quick=1, slow=2)
+@pytest.mark.parametrize("options", [{"mask": FULL}, {"mask": CAUSAL}, {"mask": CAUSAL, "deterministic": True}])
+@pytest.mark.parametrize("head_dims", [(192, 128), (256, 256)])
+def test_backward_of_pairs(head_dims, options):
+    """dV and S are issued together, and dQ before the exponentials, which run beside it; in the other warpgroup dK and
+    dQ before dP."""
+    asked = problem(*head_dims, 2048, **options)
+    config = replace(heuristics.backward_config_sm90(asked), paired=True, background_rows=False)
+    order = order_of(backward_sm90.trace, asked, config)
+    of_s, of_dp = (d // 16 for d in head_dims)
+    assert re.search(rf"mma {4 + of_s}, wait 1, mma 8, wait 1, ex2 32, wait 0, stsm 4,", order)
+    assert re.search(rf"mma {4 + 8 + of_dp}, wait 2, wait 1, (ex2 1, )?wait 0, (ex2 1, )?ldsm 4, stsm 4,", order)
+
+
 @pytest.mark.sampled(quick=0, slow=1)
 @pytest.mark.parametrize("head_dims", [(128, 128), (192, 128), (256, 256)])
 def test_backward_after_the_gradients(head_dims):
     """Without overlap_gradients ptxas moves the exponentials behind dK or, above head_dim 128, dV: as measured."""
     asked = problem(*head_dims, 2048, mask=FULL)
-    config = heuristics.backward_config_sm90(asked)
+    config = replace(heuristics.backward_config_sm90(asked), paired=False)
     assert not config.overlap_gradients
     order = order_of(backward_sm90.trace, asked, config)
     assert sum(numbers(r"wait 1, ex2 (\d+), wait 0", order)) <= 1

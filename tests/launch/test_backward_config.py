@@ -45,6 +45,13 @@ def test_a_field_of_the_wrong_type(fields, message):
         ({"do_stages": 0}, {}, "do_stages: expected 1 or more, got 0"),
         ({}, {"head_dim": 192}, "head_dim: expected up to 128 without by_gradient, got 192 and 128"),
         ({}, {"head_dim_v": 256}, "head_dim: expected up to 128 without by_gradient, got 128 and 256"),
+        ({"paired": True}, {}, "paired: expected by_gradient and no private_dq"),
+        ({"paired": True, "by_gradient": True}, {}, "paired: expected a head_dim above 128, got 128"),
+        (
+            {"paired": True, "by_gradient": True},
+            {"head_dim": 192, "softcap": 30.0, "has_alibi": True},
+            "paired: expected no softcap with gradients of slopes or of a bias",
+        ),
         ({"tile_m": 128}, {}, r"shared memory: BackwardConfigSm90\(.* needs 264320 bytes, a thread block has 232448"),
         (
             {"tile_m": 128},
@@ -74,6 +81,31 @@ def test_every_problem_gets_a_configuration_that_it_can_take():
             config = heuristics.backward_config_sm90(replace(asked, **lengths))
             config.check(asked)
             assert config.smem_bytes(asked) <= SMEM_BYTES
+
+
+def test_where_pairs_of_thread_blocks_share_tiles():
+    def is_paired(**changes):
+        config = heuristics.backward_config_sm90(replace(PROBLEM, **changes))
+        assert not (config.paired and config.rows_in_background(PROBLEM))
+        return config.paired
+
+    assert is_paired(head_dim=256, head_dim_v=256)
+    assert is_paired(head_dim=200, head_dim_v=64, is_packed=True, softcap=30.0)
+    assert is_paired(head_dim=192, deterministic=True)
+    assert not is_paired(head_dim=192)
+    assert not is_paired(head_dim=128, head_dim_v=256)
+    assert not is_paired(head_dim=256, seqlen_k=64)
+    assert not is_paired(head_dim=256, softcap=30.0, has_alibi=True)
+
+
+def test_a_pair_has_tiles_of_twice_the_keys():
+    alone, pair = (BackwardConfigSm90(by_gradient=True, paired=paired) for paired in (False, True))
+    wide = replace(PROBLEM, head_dim=256, head_dim_v=256)
+    assert (alone.tile_n, pair.tile_n) == (64, 128)
+    assert (alone.tile_warps, pair.tile_warps) == (8, 16)
+    assert alone.warps_of_dq(wide) == 8
+    assert pair.warps_of_dq(wide) == 16
+    assert pair.warps_of_dq(replace(wide, head_dim=192)) == 12
 
 
 def test_short_sequences_keep_dq_to_themselves():

@@ -225,6 +225,10 @@ class BackwardConfigSm80(LaunchConfig):
     def consumer_warps(self) -> int:
         return self.num_warps
 
+    @property
+    def tile_warps(self) -> int:
+        return self.num_warps
+
     def keeps_p(self, problem: AttentionProblem) -> bool:
         """Whether P and dS are operands of dV and dK as they are in registers."""
         return problem.dtype.itemsize == 2 and self.s_key_warps == self.dkv_key_warps == self.num_warps

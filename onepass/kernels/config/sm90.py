@@ -266,6 +266,9 @@ class BackwardConfigSm90(LaunchConfig):
             other way round: see block_range.following_query_block.
         overlap_gradients: dS is computed while the GEMM of dV runs, and the next P while that of dK does; else after
             them, while the other warpgroup has the tensor cores. Not with by_gradient.
+        paired: clusters of two thread blocks take the 128 keys of a tile together, 64 each. They share the loads of Q
+            and dO (TMA multicast) and exchange dS, and each adds half of the columns of dQ over the keys of both: see
+            device/sm90/backward/paired.py. With by_gradient, and head dims of Q and K above 128.
     """
 
     tile_m: int = 64
@@ -280,18 +283,29 @@ class BackwardConfigSm90(LaunchConfig):
     dynamic_tiles: bool = False
     descending_turns: bool = False
     overlap_gradients: bool = False
+    paired: bool = False
 
     # of a copy: what TMA reads is aligned
     vector_bytes: ClassVar[int] = 16
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of 64 keys in a tile of the grid."""
+        """Tiles of 64 keys of a thread block."""
         return 1 if self.by_gradient else self.num_warpgroups
 
     @property
+    def tile_blocks(self) -> int:
+        """Thread blocks that take a tile together."""
+        return 2 if self.paired else 1
+
+    @property
     def tile_n(self) -> int:
-        return ROWS_PER_WARPGROUP * self.key_tiles
+        """Keys of a tile of the grid."""
+        return ROWS_PER_WARPGROUP * self.key_tiles * self.tile_blocks
+
+    @property
+    def ds_buffers(self) -> int:
+        return 1 if self.paired else DS_BUFFERS
 
     @property
     def keys_in_registers(self) -> bool:
@@ -314,7 +328,7 @@ class BackwardConfigSm90(LaunchConfig):
     def rows_in_background(self, problem: AttentionProblem) -> bool:
         """Whether the main kernel is the only one."""
         # packed: the first tiles are those of all heads, whose rows would all have to be prepared
-        is_possible = not problem.is_packed and not problem.has_modifiers
+        is_possible = not problem.is_packed and not problem.has_modifiers and not self.paired
         return self.background_rows and (self.dynamic_tiles or self.private_dq) and is_possible
 
     def zeroes_before(self, problem: AttentionProblem) -> bool:
@@ -344,6 +358,15 @@ class BackwardConfigSm90(LaunchConfig):
         return 4 * self.num_warpgroups
 
     @property
+    def tile_warps(self) -> int:
+        """Consumer warps that work on a tile."""
+        return self.consumer_warps * self.tile_blocks
+
+    def warps_of_dq(self, problem: AttentionProblem) -> int:
+        """Warps that add to a block of dQ, each to a share of its own; in pairs four to each piece."""
+        return self.head_dims(problem)[0] // self.dq_columns(problem) * 4 if self.paired else self.consumer_warps
+
+    @property
     def rows_bytes(self) -> int:
         """Shared memory of a warp that works on query rows."""
         return 4096 if self.by_gradient else 8192
@@ -356,13 +379,19 @@ class BackwardConfigSm90(LaunchConfig):
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of a thread block: what `BackwardSm90.kernel` allocates, in its order."""
         d, dv = self.head_dims(problem)
-        kv = self.tile_n * (d + dv)
+        keys = ROWS_PER_WARPGROUP * self.key_tiles
+        kv = keys * (d + dv)
         q_do = self.tile_m * (self.q_stages * d + self.do_stages * dv)
-        ds = DS_BUFFERS * self.tile_n * self.tile_m
-        p = self.tile_n * self.tile_m * self.p_copies(problem)
+        ds = self.ds_buffers * keys * self.tile_m
+        p = keys * self.tile_m * self.p_copies(problem)
+        if self.paired:
+            # P lies where dS will be; the other thread block's dS, and its keys in half of the columns of dQ
+            p = keys * self.tile_m + keys * 2 * self.dq_columns(problem)
         stats = self.q_stages * STAT_ROWS * self.tile_m
-        # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and P
-        barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0) + 2 * DS_BUFFERS
+        # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and P,
+        # and in pairs empty of dS
+        barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0)
+        barriers += 3 if self.paired else 2 * DS_BUFFERS
         total = 2 * (kv + q_do + ds + p) + 4 * stats + 8 * barriers
         if self.rows_in_background(problem):
             # the end of a tile, full of each warp's stage; the stages of the background warps
@@ -387,6 +416,8 @@ class BackwardConfigSm90(LaunchConfig):
             raise UnsupportedError(f"tile_m: expected 64 with by_gradient, got {self.tile_m}")
         if self.by_gradient and self.overlap_gradients:
             raise UnsupportedError("overlap_gradients: expected False with by_gradient")
+        if self.paired:
+            self._check_paired(problem)
         if self.private_dq and problem.has_modifiers:
             raise UnsupportedError(f"private_dq: expected False with {problem.modifiers_named}")
         if self.private_dq and (self.by_gradient or self.dynamic_tiles or problem.is_packed):
@@ -409,3 +440,11 @@ class BackwardConfigSm90(LaunchConfig):
         if registers > available - 32:
             needs = f"{self} needs {registers} for dK, dV, S, P and dS"
             raise UnsupportedError(f"registers: {needs}, a thread has {available} and addresses take 32 of them")
+
+    def _check_paired(self, problem: AttentionProblem) -> None:
+        if not self.by_gradient or self.private_dq:
+            raise UnsupportedError(f"paired: expected by_gradient and no private_dq, got {self}")
+        if (d := self.head_dims(problem)[0]) not in (192, 256):
+            raise UnsupportedError(f"paired: expected a head_dim above 128, got {d}")
+        if self.p_copies(problem) > 1:
+            raise UnsupportedError("paired: expected no softcap with gradients of slopes or of a bias")

@@ -78,14 +78,16 @@ def prepare(
     config.check(problem)
     blocks_per_head, tiles = counts(problem, config)
     shares = problem.num_heads_kv * problem.batch if config.private_dq else tiles
-    num_ctas = min(shares, torch.cuda.get_device_properties(device).multi_processor_count)
-    section = heads_per_section(problem, config, num_ctas)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_clusters = min(shares, num_sms // config.tile_blocks)
+    section = heads_per_section(problem, config, num_clusters)
     kernels = {request.name: compile.get(*request) for request in compile_requests(problem, has_dlse, config)}
     before, after, sinks, bounds = (
         kernels.get(name)
         for name in ("backward_preprocess", "backward_postprocess", "backward_sinks", "backward_bounds")
     )
     main = kernels["backward"]
+    num_ctas = num_clusters * config.tile_blocks
     return Launch(problem, config, before, main, after, sinks, bounds, blocks_per_head, section, num_ctas)
 
 
@@ -115,6 +117,10 @@ class Launch(BackwardLaunch):
         return PROGRESS_HEADER + 3 * self.problem.batch * self.problem.num_heads_kv + self.num_blocks
 
     @functools.cached_property
+    def num_turns(self) -> int:
+        return self.num_blocks * self.config.warps_of_dq(self.problem)
+
+    @functools.cached_property
     def accumulator_blocks(self) -> int:
         if self.config.private_dq:
             return self.num_ctas * self.problem.qhead_per_kvhead * self.blocks_per_head
@@ -142,7 +148,10 @@ class Launch(BackwardLaunch):
 
 
 def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm90, num_ctas: int) -> int:
-    """kv heads that are worked on at a time, see geometry/tile_scheduler.py."""
+    """kv heads that are worked on at a time, see geometry/tile_scheduler.py.
+
+    Args: num_ctas: thread blocks (or pairs of them) that take tiles.
+    """
     heads, tiles_per_head = problem.num_heads_kv * problem.batch, ceil_div(problem.seqlen_k, config.tile_n)
     in_turns = config.adds_in_turns(problem)
     is_growing = problem.mask.window_right is not None and problem.mask.window_left is None

@@ -85,7 +85,7 @@ def gradients_of_terms(problem: AttentionProblem, config: BackwardConfig, inputs
     assert given is not None
     slopes = bias = None
     if given.alibi_slopes is not None and not problem.constant_slopes:
-        places = ceil_div(problem.seqlen_k, config.tile_n) * config.consumer_warps
+        places = ceil_div(problem.seqlen_k, config.tile_n) * config.tile_warps
         slopes = torch.zeros(problem.batch, problem.num_heads_q, places, device=inputs.q.device)
     if given.bias is not None and not problem.constant_bias:
         shape = given.bias.shape

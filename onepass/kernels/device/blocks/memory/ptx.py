@@ -89,6 +89,58 @@ def copy_bulk(target: Int32, source: cute.Pointer, num_bytes: Int32 | int, barri
     )
 
 
+# Arrivals at other thread blocks have the default semantics, as in CUTLASS: with .release.cluster each would wait for
+# all memory operations of the thread, among them additions to dQ (MEMBAR.ALL.GPU).
+
+
+@cute.jit
+def arrive_at(barrier: cute.Pointer, rank: Int32 | int):
+    """One arrival at the barrier that lies at this address in a thread block of the cluster."""
+    cute.arch.inline_ptx(
+        "{ .reg .b32 b; mapa.shared::cluster.u32 b, {$r0}, {$r1}; mbarrier.arrive.shared::cluster.b64 _, [b]; }",
+        read_only_args=[Int32(barrier.toint()), Int32(rank)],
+    )
+
+
+@cute.jit
+def arrive_at_first(barrier: cute.Pointer, count: cutlass.Constexpr[int], lane: Int32):
+    """One arrival at the barrier of each of the first `count` thread blocks of the cluster. For a whole warp."""
+    cute.arch.inline_ptx(
+        f"{{ .reg .b32 b; .reg .pred p; setp.lt.s32 p, {{$r1}}, {count};"
+        " @p mapa.shared::cluster.u32 b, {$r0}, {$r1}; @p mbarrier.arrive.shared::cluster.b64 _, [b]; }",
+        read_only_args=[Int32(barrier.toint()), lane],
+    )
+
+
+@cute.jit
+def copy_to_peer(target: Int32, source: Int32, num_bytes: Int32 | int, barrier: cute.Pointer, rank: Int32):
+    """Copy bytes of shared memory to another thread block of the cluster, whose `barrier` counts them there.
+
+    Args:
+        target, barrier: addresses in this thread block of what lies in the other one.
+        rank: the other one's in the cluster.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .b32 t, b; mapa.shared::cluster.u32 t, {$r0}, {$r4}; mapa.shared::cluster.u32 b, {$r3}, {$r4};"
+        " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [t], [{$r1}], {$r2}, [b]; }",
+        read_only_args=[target, source, Int32(num_bytes), Int32(barrier.toint()), rank],
+    )
+
+
+@cute.jit
+def send_word(target: cute.Pointer, value: Int32, barrier: cute.Pointer, rank: Int32 | int):
+    """Store an int32 in the shared memory of a thread block of the cluster, and complete a phase of its barrier.
+
+    Args: target, barrier: where these lie in that thread block. The barrier has one arrival, which is this one.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .b32 t, b; mapa.shared::cluster.u32 t, {$r0}, {$r3}; mapa.shared::cluster.u32 b, {$r2}, {$r3};"
+        " mbarrier.arrive.expect_tx.shared::cluster.b64 _, [b], 4;"
+        " st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [t], {$r1}, [b]; }",
+        read_only_args=[Int32(target.toint()), value, Int32(barrier.toint()), Int32(rank)],
+    )
+
+
 def wait_while_zero(flag: cute.Pointer) -> Int32:
     """Wait until an int32 in global memory is not 0. For a whole warp. Returns: its value."""
     return cute.arch.inline_ptx(

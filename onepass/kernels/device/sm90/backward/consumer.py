@@ -445,7 +445,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     def slot_of(self, tile) -> Int32:
         """This warp's place in a tensor with one for each warp of a tile."""
-        return tile.n_block * self.kernel.config.consumer_warps + self.warp
+        return tile.n_block * self.kernel.config.tile_warps + self.warp
 
     def ds_tile_number(self, count: Int32) -> Int32:
         """The tile of shared memory for this warpgroup's dS of a step."""

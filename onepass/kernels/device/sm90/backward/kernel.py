@@ -24,6 +24,8 @@ Buffers and barriers (mbarrier pairs full / empty; arrivals)
     Q     q_stages tiles (tile_m, head_dim), with their lse, delta full: TMA bytes     empty: all consumer warps
     dO    do_stages tiles (tile_m, head_dim_v)                     full: TMA bytes     empty: all consumer warps
     dS    2 tiles (tile_m, keys)                                   full: all consumer warps
+Above head_dim 128 (wide.py) P goes through shared memory, too, and in pairs of thread blocks (paired.py) buffers and
+barriers are shared.
 
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 """
@@ -35,7 +37,7 @@ import functools
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode as Major
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warpgroup import MmaF16BF16Op, OperandSource
@@ -43,7 +45,7 @@ from cutlass.memory import SmemAllocator
 
 from .....geometry.integers import ceil_div
 from .....problem import AttentionProblem, Mask
-from ....config import DS_BUFFERS, REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfigSm90
+from ....config import REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfigSm90
 from ...blocks.memory.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
 from ...blocks.memory.ptx import exit_if, increment
 from ...blocks.repair.rows import SourceTensors
@@ -57,6 +59,7 @@ from ...blocks.tiles.queue import TileQueue
 from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
 from ..forward.tile import WARPGROUP, WARPS
 from .consumer import BackwardConsumer, BackwardPipes, Inputs, Mmas
+from .paired import PEER_PIECES, PairedConsumer
 from .producer import BackwardProducer
 from .rows import FIRST_WARP as FIRST_BACKGROUND_WARP
 from .rows import BackgroundRows, Progress, RowTensors, Stage, make_row_tensors
@@ -80,6 +83,8 @@ class BackwardSm90(KeyTiles):
         # of GEMMs that sum over columns; those past the last one are zero
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
+        self.num_pieces = self.head_dim // self.dq_columns  # of dQ, with by_gradient
+        self.is_paired, self.cluster_size, self.ds_buffers = config.paired, config.tile_blocks, config.ds_buffers
         mask = Mask() if problem.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
         self.has_intervals, self.modifier_fields = problem.has_intervals, modifier_fields(problem, True)
@@ -139,17 +144,27 @@ class BackwardSm90(KeyTiles):
         sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
-        sdS_layout = smem_tiles(self.tile_m, ROWS_PER_WARPGROUP, DS_BUFFERS * self.key_tiles, self.dtype)
+        sdS_layout = smem_tiles(self.tile_m, ROWS_PER_WARPGROUP, self.ds_buffers * self.key_tiles, self.dtype)
+        sPeerK_layout = None
+        if cutlass.const_expr(self.is_paired):
+            sPeerK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.dq_columns, PEER_PIECES, self.dtype)
         tma = []
-        for t, layout, rows, columns in (
-            (k, sK_layout, ROWS_PER_WARPGROUP, self.head_dim),
-            (v, sV_layout, ROWS_PER_WARPGROUP, self.head_dim_v),
-            (q, sQ_layout, self.tile_m, self.head_dim),
-            (dout, sdO_layout, self.tile_m, self.head_dim_v),
+        for t, layout, rows, columns, receivers in (
+            (k, sK_layout, ROWS_PER_WARPGROUP, self.head_dim, 1),
+            (v, sV_layout, ROWS_PER_WARPGROUP, self.head_dim_v, 1),
+            (q, sQ_layout, self.tile_m, self.head_dim, self.cluster_size),
+            (dout, sdO_layout, self.tile_m, self.head_dim_v, self.cluster_size),
+            (k, sPeerK_layout, ROWS_PER_WARPGROUP, self.dq_columns, 1),
         ):
-            load = cpasync.CopyBulkTensorTileG2SOp()
-            tma.append(cpasync.make_tiled_tma_atom(load, rows_first(t), one_tile(layout, rows), (rows, columns)))
-        (tma_k, mK), (tma_v, mV), (tma_q, mQ), (tma_do, mdO) = tma
+            if cutlass.const_expr(layout is None):
+                tma.append((None, None))
+            else:
+                load = cpasync.CopyBulkTensorTileG2SOp()
+                if cutlass.const_expr(receivers > 1):
+                    load = cpasync.CopyBulkTensorTileG2SMulticastOp()
+                box = one_tile(layout, rows), (rows, columns), receivers
+                tma.append(cpasync.make_tiled_tma_atom(load, rows_first(t), *box))
+        (tma_k, mK), (tma_v, mV), (tma_q, mQ), (tma_do, mdO), (tma_peer_k, mPeerK) = tma
 
         seqlen_k, _, num_heads_kv, batch = mK.shape
         sources = None
@@ -176,6 +191,8 @@ class BackwardSm90(KeyTiles):
             mQ,
             tma_do,
             mdO,
+            tma_peer_k,
+            mPeerK,
             rows_first(dk),
             rows_first(dv),
             None if cutlass.const_expr(dq is None) else rows_first(dq),
@@ -197,9 +214,11 @@ class BackwardSm90(KeyTiles):
             sQ_layout,
             sdO_layout,
             sdS_layout,
+            sPeerK_layout,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[self.config.num_threads, 1, 1],
+            cluster=(self.cluster_size, 1, 1) if self.is_paired else None,
             stream=stream,
             min_blocks_per_mp=1,
             cooperative=self.is_deterministic,  # a wait for a turn is a wait for a thread block that runs
@@ -234,6 +253,8 @@ class BackwardSm90(KeyTiles):
         mQ: cute.Tensor,
         tma_do: cute.CopyAtom,
         mdO: cute.Tensor,
+        tma_peer_k: cute.CopyAtom | None,  # in pairs only
+        mPeerK: cute.Tensor | None,
         mdK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch)
         mdV: cute.Tensor,
         mdQ: cute.Tensor | None,
@@ -255,12 +276,13 @@ class BackwardSm90(KeyTiles):
         sQ_layout: cute.ComposedLayout,
         sdO_layout: cute.ComposedLayout,
         sdS_layout: cute.ComposedLayout,
+        sPeerK_layout: cute.ComposedLayout | None,
     ):
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.is_packed):
             schedule = self.schedule_of_keys(schedule, lengths, mK.shape[0], mQ.shape[0])
             # the grid was made for the worst case
-            exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
+            exit_if(cute.arch.block_idx()[0] // self.cluster_size >= schedule.num_tiles)
         if warp_id == 0:
             for atom in (tma_k, tma_v, tma_q, tma_do):
                 cpasync.prefetch_descriptor(atom)
@@ -271,26 +293,37 @@ class BackwardSm90(KeyTiles):
             smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
             for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
         )
-        if cutlass.const_expr(self.config.by_gradient):
+        if cutlass.const_expr(self.is_paired):
+            sPeerK, sInbox = (
+                smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
+                for layout in (sPeerK_layout, sdS_layout)
+            )
+        elif cutlass.const_expr(self.config.by_gradient):
             # the P that each thread of warpgroup 0 hands to one of warpgroup 1
             p_vectors = self.p_copies * self.tile_m * ROWS_PER_WARPGROUP // (2 * WARPGROUP * P_WORDS)
             p_layout = cute.make_ordered_layout((P_WORDS, WARPGROUP, p_vectors), order=(0, 1, 2))
             sP = smem.allocate_tensor(Int32, p_layout, 128)
         stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.q_stages))
         sStats = smem.allocate_tensor(Float32, stats_layout, 128)
-        k_bytes, v_bytes = (self._bytes(self.tile_n, d) for d in (self.head_dim, self.head_dim_v))
+        k_columns = self.head_dim + (PEER_PIECES * self.dq_columns if self.is_paired else 0)
+        k_bytes, v_bytes = (self._bytes(ROWS_PER_WARPGROUP * self.key_tiles, d) for d in (k_columns, self.head_dim_v))
         stats_bytes = 4 * STAT_ROWS * self.tile_m
         pipes = BackwardPipes(
             self._make_pipeline(smem, 1, consumer_warps, k_bytes),
             self._make_pipeline(smem, 1, consumer_warps, v_bytes),
-            self._make_pipeline(
-                smem, self.config.q_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim) + stats_bytes
+            *(
+                self._make_pipeline(smem, stages, consumer_warps, num_bytes, self.cluster_size)
+                for stages, num_bytes in (
+                    (self.config.q_stages, self._bytes(self.tile_m, self.head_dim) + stats_bytes),
+                    (self.config.do_stages, self._bytes(self.tile_m, self.head_dim_v)),
+                )
             ),
-            self._make_pipeline(smem, self.config.do_stages, consumer_warps, self._bytes(self.tile_m, self.head_dim_v)),
         )
         in_a_row = schedule.num_m_blocks if cutlass.const_expr(self.has_private_dq) else None
-        queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps, in_a_row=in_a_row)
-        ds_full, p_full = (smem.allocate_array(cutlass.Int64, DS_BUFFERS) for _ in range(2))
+        queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps, self.cluster_size, in_a_row)
+        ds_full, p_full = (smem.allocate_array(cutlass.Int64, self.ds_buffers) for _ in range(2))
+        if cutlass.const_expr(self.is_paired):
+            ds_empty = smem.allocate_array(cutlass.Int64, 1)
         tile_end = None
         if cutlass.const_expr(self.has_background_rows):
             tile_end = smem.allocate_array(cutlass.Int64, 1)
@@ -301,11 +334,13 @@ class BackwardSm90(KeyTiles):
                 cute.arch.mbarrier_init(tile_end, consumer_warps)
                 for i in cutlass.range_constexpr(WARPS + consumer_warps):
                     cute.arch.mbarrier_init(rows_full + i, 1)
-            for i in cutlass.range_constexpr(DS_BUFFERS):
-                cute.arch.mbarrier_init(ds_full + i, WARPS * self.key_tiles)
+            for i in cutlass.range_constexpr(self.ds_buffers):
+                cute.arch.mbarrier_init(ds_full + i, 1 if self.is_paired else WARPS * self.key_tiles)
                 cute.arch.mbarrier_init(p_full + i, WARPS)
+            if cutlass.const_expr(self.is_paired):
+                cute.arch.mbarrier_init(ds_empty, self.config.tile_warps)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.sync_cluster()
 
         modifiers, window = None, (window_left, window_right)
         if cutlass.const_expr(modifier_tensors is not None):
@@ -327,6 +362,7 @@ class BackwardSm90(KeyTiles):
                     (tma_v, mV, sV),
                     (tma_q, mQ, sQ),
                     (tma_do, mdO, sdO),
+                    (tma_peer_k, mPeerK, sPeerK) if self.is_paired else None,
                     sStats,
                     accumulator,
                     pipes,
@@ -341,7 +377,7 @@ class BackwardSm90(KeyTiles):
                             self.schedule_and_count_tiles(queue, schedule, seqlens, tile_end, counting)
                         counting.leave(self.row_warps)
                     else:
-                        if cute.arch.lane_idx() == 0:
+                        if cute.arch.lane_idx() == 0 and self.is_first_of_cluster():
                             queue.fill()
             if cutlass.const_expr(self.has_background_rows):
                 if warp_id >= FIRST_BACKGROUND_WARP:
@@ -356,7 +392,10 @@ class BackwardSm90(KeyTiles):
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             inputs = Inputs(pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, sources, modifiers)
-            if cutlass.const_expr(self.config.by_gradient):
+            if cutlass.const_expr(self.is_paired):
+                buffers = sK, sV, sQ, sdO, sdS, None, sStats, ds_full, p_full, sPeerK, sInbox, ds_empty
+                consumer = PairedConsumer(self, buffers, inputs)
+            elif cutlass.const_expr(self.config.by_gradient):
                 consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), inputs)
             else:
                 consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sStats, ds_full), inputs)
@@ -376,6 +415,22 @@ class BackwardSm90(KeyTiles):
                         background.repair()
             if cutlass.const_expr(self.has_background_rows):
                 background.leave(self.row_warps)
+        if cutlass.const_expr(self.is_paired):
+            # shared memory must outlive what the peer sends to it
+            cute.arch.sync_warp()
+            self.sync_cluster()
+
+    @cute.jit
+    def sync_cluster(self):
+        """Wait for all threads of the cluster."""
+        if cutlass.const_expr(self.is_paired):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def is_first_of_cluster(self) -> Boolean:
+        return True if self.cluster_size == 1 else cute.arch.block_idx_in_cluster() == 0
 
     @property
     def row_warps(self) -> int:
@@ -398,14 +453,15 @@ class BackwardSm90(KeyTiles):
     def _bytes(self, rows: int, columns: int) -> int:
         return rows * columns * self.dtype.width // 8
 
-    def _make_pipeline(self, smem, num_stages: int, consumer_warps: int, num_bytes: int):
-        """A circular buffer that TMA fills and all consumer warps empty, each with one arrival."""
+    def _make_pipeline(self, smem, num_stages: int, consumer_warps: int, num_bytes: int, cluster_size: int = 1):
+        """A circular buffer that TMA fills and all consumer warps (of the cluster) empty, each with one arrival."""
         thread = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             num_stages=num_stages,
             producer_group=pipeline.CooperativeGroup(thread),
-            consumer_group=pipeline.CooperativeGroup(thread, consumer_warps),
+            consumer_group=pipeline.CooperativeGroup(thread, consumer_warps * cluster_size),
             tx_count=num_bytes,
+            cta_layout_vmnk=cute.make_layout((1, cluster_size, 1, 1)),
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * num_stages),
             defer_sync=True,
         )

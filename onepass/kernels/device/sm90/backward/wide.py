@@ -47,7 +47,9 @@ class WideConsumer(BackwardConsumer):
         dq = self.mmas.dq.get_slice(self.thread)
         self.rdS_q = self.mmas.dq.make_fragment_A(dq.partition_A(sdS))
         self.rK_t = self.mmas.dq.make_fragment_B(dq.partition_B(sK_t))
-        self.num_pieces = kernel.head_dim // PIECE
+        self.num_pieces = kernel.num_pieces
+        # tiles of K and V that this thread block's GEMMs read, each with the number of its first key
+        self.keys, self.values = [(sK[None, None, 0], 0)], [(sV[None, None, 0], 0)]
 
     @cute.jit
     def run(self, queue, schedule, seqlens, tile_end: cute.Pointer | None):
@@ -70,7 +72,7 @@ class WideConsumer(BackwardConsumer):
             if num_steps > 0:
                 self.pipes.v.consumer_release(kv_state)  # not read here
                 self.pipes.k.consumer_wait(kv_state)
-                self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
+                self.clear_keys(tile, self.keys)
                 head, m_block = self.kernel.first_visit(tile)
                 self.load_slope(tile, head)
                 self.pipes.q.consumer_wait(q_state)
@@ -133,7 +135,7 @@ class WideConsumer(BackwardConsumer):
         self.wait_for_ds(count)
         if cutlass.const_expr(has_next):
             self.send_p(count + 1)
-        self.add_pieces(tile, block, seen, count, 0)
+        self.add_pieces(tile, block, seen, count, self.first_piece(0))
 
     @cute.jit
     def send_p(self, count: Int32):
@@ -170,12 +172,12 @@ class WideConsumer(BackwardConsumer):
                 self.read_stats(self.minus_delta, q_state, 1)
                 self.pipes.v.consumer_wait(kv_state)
                 self.pipes.do.consumer_wait(do_state)
-                self.clear_keys(tile, [(self.sV[None, None, 0], 0)])
+                self.clear_keys(tile, self.values)
                 self.clear_queries(tile, m_block, q_state, do_state)
                 acc_dp = self.issue_dp(do_state)
                 self.pipes.k.consumer_wait(kv_state)
                 warpgroup.wait_group(0)
-                self.clear_keys(tile, [(self.sK[None, None, 0], 0)])
+                self.clear_keys(tile, self.keys)
                 self.pipes.do.consumer_release(do_state)
                 do_state.advance()
                 self.receive_p(count)
