@@ -60,16 +60,16 @@ class Run:
         self.protocol, self.tiles, self.num_ctas = protocol, tiles, num_ctas
         self.random, self.counter, self.turns, self.sums = random.Random(seed), 0, Counter(), {}
         self.processes, self.slowness = [], []
-        # the grid was made for the worst case
-        self.blocks = [ThreadBlock(self, cta) for cta in range(min(num_ctas, len(tiles)))]
+        for cta in range(min(num_ctas, len(tiles))):  # the grid was made for the worst case
+            protocol.consumer.launch(self, cta)
 
     def has_garbage(self, content):
         """Whether the tile of keys (number) or the block of queries (number, step) goes past the end of a sequence."""
         return self.protocol.has_garbage and hash(content) % 2 == 0
 
-    def start(self, process):
+    def start(self, process, least_slowness=0):
         self.processes.append([process, None])
-        self.slowness.append(self.random.choice((0, 0, 0, 0.9, 0.98)))
+        self.slowness.append(max(least_slowness, self.random.choice((0, 0, 0, 0.9, 0.98))))
 
     def draw(self):
         number = self.counter
@@ -107,15 +107,12 @@ class Run:
     def check(self):
         assert self.counter == 0, "the next launch would begin with another number"
         visits = [(key, number) for number, tile in enumerate(self.tiles) for key, _ in tile]
-        shares = [
-            (warpgroup, warp, piece)
-            for warpgroup, warp in itertools.product(range(self.protocol.warpgroups), range(WARPS))
-            for piece in range(self.protocol.consumer.pieces_of(self.protocol, warpgroup))
-        ]
+        shares = self.protocol.consumer.shares(self.protocol)
         expected = sorted((key, *share, number) for (key, number), share in itertools.product(visits, shares))
-        assert sorted((*share, number) for share, numbers in self.sums.items() for number in numbers) == expected
+        additions = sorted((*share, number) for share, numbers in self.sums.items() for number in numbers)
+        assert additions == expected, "additions that are missing, or that nobody expects"
         if self.protocol.is_deterministic:
-            assert sum(self.turns.values()) == len(visits) * self.protocol.warpgroups * WARPS
+            assert sum(self.turns.values()) == len(visits) * len({(part, warp) for part, warp, _ in shares})
 
 
 class ThreadBlock:
@@ -137,11 +134,22 @@ class ThreadBlock:
         self.meeting = [NamedBarrier(WARPS) for _ in range(p.warpgroups)]
         self.issued = [[0] * WARPS for _ in range(p.warpgroups)]
         self.slot, self.queue_full, self.queue_empty = Buffer(), MBarrier(1), MBarrier(warps + 1)
-        run.start(Producer(self).produce())
+
+    def start(self):
+        for process in self.warps(Producer):
+            self.run.start(process)
+
+    def warps(self, producer):
+        """The processes of all warps."""
+        p = self.protocol
+        yield producer(self).produce()
         if p.is_dynamic:
-            run.start(self.schedule())
+            yield self.schedule()
         for w, warp in itertools.product(range(p.warpgroups), range(WARPS)):
-            run.start(p.consumer(self, w, warp).consume())
+            yield p.consumer(self, w, warp).consume()
+
+    def ds_of(self, count):
+        return self.ds[count % len(self.ds)]
 
     def schedule(self):
         """The process of `TileQueue.fill`."""
@@ -149,10 +157,13 @@ class ThreadBlock:
         while number < len(self.run.tiles):
             yield from self.queue_empty.wait(wave - 1 & 1)
             number = self.run.num_ctas + self.run.draw()
-            self.slot.write((wave, number))
-            yield
-            self.queue_full.arrive()
+            yield from self.hand_out(wave, number)
             wave += 1
+
+    def hand_out(self, wave, number):
+        self.slot.write((wave, number))
+        yield
+        self.queue_full.arrive()
 
 
 class Reader:
@@ -185,9 +196,9 @@ class Producer(Reader):
         while number < len(tiles):
             steps = len(tiles[number])
             if steps > 0:
+                yield from block.k.fill(kv, number)
                 yield from block.q.fill(q, (number, 0))
                 q += 1
-                yield from block.k.fill(kv, number)
                 yield from block.v.fill(kv, number)
                 kv += 1
             if steps < DRAW_AHEAD:
@@ -216,6 +227,16 @@ class Consumer(Reader):
     @staticmethod
     def pieces_of(protocol, warpgroup):
         return 1
+
+    @classmethod
+    def shares(cls, protocol):
+        """The shares of a dQ: (warpgroup, warp, piece). Warps have one turn for all of their pieces."""
+        warps = itertools.product(range(protocol.warpgroups), range(WARPS))
+        return [(w, warp, piece) for w, warp in warps for piece in range(cls.pieces_of(protocol, w))]
+
+    @staticmethod
+    def launch(run, cta):
+        ThreadBlock(run, cta).start()
 
     def __init__(self, block, w, warp):
         super().__init__(block)
@@ -321,7 +342,7 @@ class Consumer(Reader):
         return self.number, i
 
     def read_stats(self, q, i):
-        self.block.q.of(q)[1].read(self.tag(i))
+        self.block.q.of(q)[-1].read(self.tag(i))
         yield
 
     def clear(self, buffers, expected):
@@ -338,7 +359,8 @@ class Consumer(Reader):
         if self.run.has_garbage(self.tag(i)):
             if q is not None:
                 yield from self.block.q.wait(q)
-                self.block.q.of(q)[0].clear(self.tag(i), self.warp)
+                for buffer, content in self.rows(self.block.q, q, i):
+                    buffer.clear(content, self.warp)
             yield from self.block.do.wait(do)
             yield from self.clear(self.block.do.of(do), self.tag(i))
 
@@ -367,23 +389,28 @@ class Consumer(Reader):
     def own(self, pipe):
         return pipe.of(self.kv)[self.w], self.number
 
+    def rows(self, pipe, n, i):
+        """The operand of GEMMs in a buffer of Q or dO."""
+        buffers = pipe.of(n)[:-1] if pipe is self.block.q else pipe.of(n)  # statistics come last
+        return [(buffer, self.tag(i)) for buffer in buffers]
+
     def issue_s(self, q, i):
-        yield from self.issue([self.own(self.block.k), (self.block.q.of(q)[0], self.tag(i))], is_masked=True)
+        yield from self.issue([self.own(self.block.k), *self.rows(self.block.q, q, i)], is_masked=True)
 
     def issue_dp(self, do, i):
-        yield from self.issue([self.own(self.block.v), (self.block.do.of(do)[0], self.tag(i))])
+        yield from self.issue([self.own(self.block.v), *self.rows(self.block.do, do, i)])
 
     def issue_dv(self, do, i):
-        yield from self.issue([(self.reg_p, self.tag(i)), (self.block.do.of(do)[0], self.tag(i))])
+        yield from self.issue([(self.reg_p, self.tag(i)), *self.rows(self.block.do, do, i)])
 
     def issue_dk(self, q, i):
-        yield from self.issue([(self.reg_ds, self.tag(i)), (self.block.q.of(q)[0], self.tag(i))])
+        yield from self.issue([(self.reg_ds, self.tag(i)), *self.rows(self.block.q, q, i)])
 
     def issue_dq(self, i, count):
         yield from self.issue(self.operands_of_dq(i, count))
 
     def operands_of_dq(self, i, count):
-        ds = [(part, self.tag(i)) for keys in self.block.ds[count % self.protocol.ds_buffers] for part in keys]
+        ds = [(part, self.tag(i)) for keys in self.block.ds_of(count) for part in keys]
         return ds + [(buffer, self.number) for buffer in self.block.k.of(self.kv)]
 
     # ---------------------------------------------------------------- P, dS, dQ
@@ -399,7 +426,7 @@ class Consumer(Reader):
 
     def write_ds(self, i, count):
         row = self.w % self.key_tiles(self.protocol) * WARPS + self.warp
-        for part in self.block.ds[count % self.protocol.ds_buffers][row]:
+        for part in self.block.ds_of(count)[row]:
             part.write(self.tag(i))
         yield
 
@@ -411,18 +438,23 @@ class Consumer(Reader):
         yield from self.wait_for(self.block.ds_full, count)
 
     def wait_for(self, barriers, count):
-        yield from barriers[count % 2].wait(count // 2 & 1)
+        yield from barriers[count % len(barriers)].wait(count // len(barriers) & 1)
 
     def take_turn(self, i):
         key, turn = self.steps[i]
         if self.protocol.is_deterministic:
             yield from self.finish_dq()
-            self.unfinished = (key, *self.id)
+            self.unfinished = (key, self.part, self.warp)
             yield from self.wait_until_equal(turn)
+
+    @property
+    def part(self):
+        """The part of a dQ that this warpgroup adds to."""
+        return self.w
 
     def add_dq(self, i, piece=0):
         key, _ = self.steps[i]
-        addition = (key, *self.id, piece)
+        addition = (key, self.part, self.warp, piece)
         self.additions.append(addition)
         self.run.start(self.complete_later(addition, self.number))
         yield
@@ -449,8 +481,7 @@ class Consumer(Reader):
 
     def stage(self):
         """The rows that a warp stages dv and dk in: those of some queries, with the keys of all warps."""
-        ds = self.block.ds[self.count % self.protocol.ds_buffers]
-        return [keys[self.warp] for keys in ds[self.w * WARPS : (self.w + 1) * WARPS]]
+        return [keys[self.warp] for keys in self.block.ds_of(self.count)[self.w * WARPS : (self.w + 1) * WARPS]]
 
     def store(self):
         for gradient in "dv", "dk":
@@ -546,11 +577,16 @@ class Wide(Consumer):
             yield from self.send_p(i + 1, self.count + 1)
         yield from self.add_pieces(i, self.count)
 
+    def place_of_p(self):
+        """What P of a warp is written to, and read from by the same warp of warpgroup 1."""
+        return [self.block.p[self.warp]]
+
     def send_p(self, i, count):
         self.reg_p.read(self.tag(i))
-        self.block.p[self.warp].write(self.tag(i))
+        for part in self.place_of_p():
+            part.write(("P", self.tag(i)))
         yield
-        self.block.p_full[count % 2].arrive()
+        self.block.p_full[count % len(self.block.p_full)].arrive()
         yield
 
     # ---------------------------------------------------------------- warpgroup 1
@@ -602,10 +638,12 @@ class Wide(Consumer):
 
     def receive_p(self, i, count):
         yield from self.wait_for(self.block.p_full, count)
-        buffer = self.block.p[self.warp]
-        buffer.begin_read(self.tag(i), True)
+        parts = self.place_of_p()
+        for part in parts:
+            part.begin_read(("P", self.tag(i)), True)
         yield
-        buffer.end_read()
+        for part in parts:
+            part.end_read()
         self.reg_p.write(self.tag(i))
 
     def send_ds(self, i, count):
