@@ -91,11 +91,15 @@ def test_where_pairs_of_thread_blocks_share_tiles():
 
     assert is_paired(head_dim=256, head_dim_v=256)
     assert is_paired(head_dim=200, head_dim_v=64, is_packed=True, softcap=30.0)
-    assert is_paired(head_dim=192, deterministic=True)
-    assert not is_paired(head_dim=192)
+    assert is_paired(head_dim=136, deterministic=True)
     assert not is_paired(head_dim=128, head_dim_v=256)
     assert not is_paired(head_dim=256, seqlen_k=64)
     assert not is_paired(head_dim=256, softcap=30.0, has_alibi=True)
+    stages = [
+        heuristics.backward_config_sm90(replace(PROBLEM, head_dim=d, deterministic=in_turns)).q_stages
+        for d, in_turns in ((192, False), (192, True), (256, False))
+    ]
+    assert stages == [3, 2, 2]
 
 
 def test_a_pair_has_tiles_of_twice_the_keys():

@@ -400,11 +400,10 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     widest = max(problem.head_dim, problem.head_dim_v)
     in_background = _does_rows_in_background(problem)
     if widest > 128:
-        is_paired = _is_paired(problem)
-        in_background = in_background and not is_paired
-        config = BackwardConfigSm90(
-            by_gradient=True, dynamic_tiles=is_dynamic, background_rows=in_background, paired=is_paired
-        )
+        config = BackwardConfigSm90(by_gradient=True, dynamic_tiles=is_dynamic, background_rows=in_background)
+        if _is_paired(problem):
+            has_room = head_dim_tile(problem.head_dim) == 192 and not problem.deterministic
+            config = replace(config, paired=True, background_rows=False, q_stages=3 if has_room else 2)
         return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
     # the slopes of a softcap, and most modifiers, take the registers of the larger tile
     if widest > 64 or problem.softcap is not None or _takes_registers_in_backward(problem):
@@ -441,18 +440,19 @@ def _is_paired(problem: AttentionProblem) -> bool:
         head_dim 256, 512 to 16384: causal 0.99, 1.17, 1.22, 1.24, 1.30, 1.29; full 1.19, 1.20, 1.26, 1.30, 1.26, 1.27
             deterministic, 1024 and 4096: causal 1.25, 1.35; full 1.26, 1.29
             4096 or 8192: groups of eight 1.30, window 1.19, packed 1.37, softcap 1.16, seqused_k 1.28
-        head_dim 192 and 128, 512 to 16384: causal 1.02, 1.00, 0.94, 0.90, 0.87, 0.92
-            full 1.08, 1.03, 1.01, 0.95, 0.95, 1.00
-            deterministic, 1024 and 4096: causal 1.14, 1.27; full 1.12, 1.17
+        head_dim 192 and 128, 512 to 16384: causal 0.94, 1.09, 1.08, 1.07, 1.01, 1.05
+            full 1.16, 1.13, 1.13, 1.06, 1.06, 1.08
+            deterministic, 1024 and 4096: causal 0.99, 1.12; full 1.13, 1.17
+            4096 or 8192: groups of eight 1.47, window 1.04, packed 1.09, softcap 1.09, seqused_k 1.03
 
-    At head_dim 192 additions to dQ do not bound the kernel, and the thread blocks of a pair compute four pieces of dQ
-    for the three that there are. A pair has 128 keys: with 64 or fewer, one of its thread blocks would have none.
+    At head_dim 192 there is room for a third buffer of Q: with two, pairs had 0.87 to 1.08 times the speed of the
+    kernel without pairs. (That has no use for it: 1.00 to 1.01.) With turns two are faster. A pair has 128 keys: with
+    64 or fewer, one of its thread blocks would have none.
     """
-    head_dim = head_dim_tile(problem.head_dim)
     has_two_copies_of_p = problem.softcap is not None and problem.adds_terms
     if has_two_copies_of_p or problem.seqlen_k <= ROWS_PER_WARPGROUP:
         return False
-    return head_dim == 256 or (head_dim == 192 and problem.deterministic)
+    return head_dim_tile(problem.head_dim) in (192, 256)
 
 
 def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -> bool:

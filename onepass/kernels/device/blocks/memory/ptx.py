@@ -279,10 +279,10 @@ def quotient(a: Float32, b: Float32) -> Float32:
 
 @cute.jit
 def order_after_words(words: cute.Tensor):
-    """Keep what follows in the program after these words, each of them two 16-bit values >= 0.
+    """Keep what follows in the program after these words, each of them one 32-bit or two 16-bit values >= 0.
 
     Pure arithmetic has no order with respect to waits. An instruction with a side effect has; the one here is never
-    executed, and its predicate depends on all words. A NaN from an exponential has no sign either (0x7fff).
+    executed, and its predicate depends on all words. A NaN from an exponential has no sign either (0x7fff...).
     """
     either = words[0]
     for i in cutlass.range_constexpr(1, cute.size(words)):
