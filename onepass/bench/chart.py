@@ -77,9 +77,8 @@ MEASUREMENTS = {
     "backward": Measurement(
         "Backward, bfloat16",
         "TFLOP/s",
-        ("h200-backward.json", "h200-backward-run2.json", "h200-backward-run3.json"),
+        ("h200-backward.json",),
         {OURS: OURS, **_PEERS, "sdpa-cudnn": "cuDNN"},
-        are_runs=True,
     ),
     "fp8": Measurement(
         "FP8 forward, row-major e4m3",
