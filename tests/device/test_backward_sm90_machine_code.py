@@ -113,6 +113,32 @@ def test_machine_code(name, asked):
     assert code.dynamic_smem == [config.smem_bytes(asked)]
 
 
+# How many values dropout spills.
+DROPOUT = {
+    "64": (problem(64, 64, mask=CAUSAL, dropout_p=0.1), 4),
+    "64 GQA": (problem(64, 64, mask=CAUSAL, dropout_p=0.1, num_heads_kv=2), 0),
+    "128": (problem(128, 128, mask=CAUSAL, dropout_p=0.1), 30),
+    "128 full": (problem(128, 128, mask=FULL, dropout_p=0.1), 25),
+}
+
+
+@pytest.mark.sampled(quick=1, slow=2)
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout(name):
+    """Random bits go through shared memory, and no lane asks another one for them."""
+    asked, spills = DROPOUT[name]
+    config = heuristics.backward_config_sm90(asked)
+    code = machine_code.read(launch.ARCH, functools.partial(backward_launch.trace, asked, config))
+    assert code.serialized == ""
+    assert code.spills <= spills
+    assert code.dynamic_smem == [config.smem_bytes(asked)]
+    without = replace(asked, dropout_p=0.0)
+    ordinary = replace(config, background_rows=False)
+    few = machine_code.read(launch.ARCH, functools.partial(backward_launch.trace, without, ordinary))
+    assert code.count("SHFL") <= few.count("SHFL")
+    assert code.count(r"STS\.128") > few.count(r"STS\.128")
+
+
 def test_all_configurations_are_among_them():
     """The problems compiled here cover all that a configuration may depend on."""
     shipped = {heuristics.backward_config_sm90(asked) for asked in PROBLEMS.values()}

@@ -73,10 +73,21 @@ def test_every_pair_of_head_dims_has_configurations_for_ampere_kernels(arch):
         ({"has_q_positions": True, "num_heads_kv": 2}, 128),
         ({"has_key_ranges": True, "has_q_positions": True}, 64),
         ({"has_key_ranges": True, "dropout_p": 0.1}, 64),
-        ({"dropout_p": 0.1}, 64),
+        ({"dropout_p": 0.1}, 128),
+        ({"dropout_p": 0.1, "has_alibi": True}, 64),
+        ({"dropout_p": 0.1, "num_heads_kv": 2}, 64),
         ({"bias_dtype": torch.bfloat16}, 64),
     ],
 )
 def test_the_larger_tile_of_a_backward_is_for_modifiers_that_leave_it_registers(changes, tile_m):
     asked = problem(64, 64, 4096, mask=CAUSAL, **changes)
     assert heuristics.backward_config_sm90(asked).tile_m == tile_m
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "num_heads_kv", "overlaps"),
+    [(64, CAUSAL, 4, False), (128, CAUSAL, 4, True), (128, Mask(), 4, True), (128, CAUSAL, 1, False)],
+)
+def test_dropout_overlaps_gradients_where_there_are_no_larger_tiles(head_dim, mask, num_heads_kv, overlaps):
+    asked = problem(head_dim, head_dim, 4096, mask=mask, num_heads_kv=num_heads_kv, dropout_p=0.1)
+    assert heuristics.backward_config_sm90(asked).overlap_gradients == overlaps

@@ -398,15 +398,6 @@ class Warp:
             self.of_warp(opcode, operands, active, text)
         elif opcode[0] == "mov":
             self.move(kind, operands, active)
-        elif opcode[0] == "prmt":
-            both = self.value(operands[1]).astype(uint64) | self.value(operands[2]).astype(uint64) << uint64(32)
-            selector, result = self.value(operands[3]), self.full(0, uint32)
-            for i in range(4):
-                byte = (selector >> uint32(4 * i)) & uint32(15)
-                assert (byte < 8).all(), f"no signs: {text}"
-                chosen = both >> (uint64(8) * byte.astype(uint64)) & uint64(255)
-                result = result | chosen.astype(uint32) << uint32(8 * i)
-            self.set(operands[0], result, active)
         elif opcode[0] == "selp":
             chosen = np.where(self.registers[operands[3]], self.value(operands[1], kind), self.value(operands[2], kind))
             self.set(operands[0], chosen, active)
@@ -457,6 +448,14 @@ class Warp:
             chosen = np.take_along_axis(both, (which & uint32(7)).astype(int64), 1)
             signs = np.where(chosen >= 128, np.uint8(255), np.uint8(0))
             return np.where(which >= 8, signs, chosen).view(uint32)[:, 0]
+        if name == "lop3":
+            words, table = [self.value(o) for o in operands[:3]], int(self.value(operands[3])[0])
+            result = self.full(0, uint32)
+            for i in range(8):  # each combination of bits for which the table has a one
+                if table >> i & 1:
+                    a, b, c = (w if i >> s & 1 else ~w for w, s in zip(words, (2, 1, 0), strict=True))
+                    result = result | (a & b & c)
+            return result
         if name == "abs" and kind in ("bf16", "f16"):
             return self.value(operands[0]) & uint16(0x7FFF)
         if name == "popc":

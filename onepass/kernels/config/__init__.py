@@ -24,6 +24,7 @@ from .sm80 import (
 from .sm90 import (
     DS_BUFFERS,
     HOPPER,
+    KEY_VECTORS,
     PROGRESS_HEADER,
     REGISTERS,
     REGISTERS_OF_PAGES,
@@ -44,6 +45,7 @@ __all__ = [
     "DS_BUFFERS",
     "HEAD_DIM_TILES",
     "HOPPER",
+    "KEY_VECTORS",
     "MAX_REGISTERS",
     "MAX_RESCALE_THRESHOLD",
     "MAX_RESCALE_THRESHOLD_FP8",

@@ -15,6 +15,7 @@ ROWS_PER_WARPGROUP = 64  # the M of a wgmma
 HOPPER = "sm_90a"
 SMEM_BYTES = 227 * 1024  # of a Hopper thread block
 DS_BUFFERS = 2  # of the backward
+KEY_VECTORS = 4  # 16-byte vectors with keys of dropout's generator, those of its last eight rounds
 PROGRESS_HEADER = 8  # words of the backward's counters that are not those of a head
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
@@ -376,6 +377,15 @@ class BackwardConfigSm90(LaunchConfig):
         have gradients."""
         return (1 + (problem.softcap is not None and problem.adds_terms)) if self.by_gradient else 0
 
+    def flag_vectors(self, problem: AttentionProblem) -> int:
+        """16-byte vectors of shared memory of a consumer warp for the flags of dropout and the keys of its generator.
+
+        0: there is no dropout, or it draws flags in registers.
+        """
+        if problem.dropout_p == 0 or self.by_gradient or problem.has_q_positions:
+            return 0
+        return self.tile_m + KEY_VECTORS  # two patches of 16 queries are 32 vectors
+
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of a thread block: what `BackwardSm90.kernel` allocates, in its order."""
         d, dv = self.head_dims(problem)
@@ -392,7 +402,8 @@ class BackwardConfigSm90(LaunchConfig):
         # and in pairs empty of dS
         barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0)
         barriers += 3 if self.paired else 2 * DS_BUFFERS
-        total = 2 * (kv + q_do + ds + p) + 4 * stats + 8 * barriers
+        flags = 16 * self.consumer_warps * self.flag_vectors(problem)
+        total = 2 * (kv + q_do + ds + p) + 4 * stats + flags + 8 * barriers
         if self.rows_in_background(problem):
             # the end of a tile, full of each warp's stage; the stages of the background warps
             total += 8 * (1 + 4 + self.consumer_warps)

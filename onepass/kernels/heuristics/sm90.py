@@ -420,18 +420,15 @@ def _takes_registers_in_backward(problem: AttentionProblem) -> bool:
     """Whether tiles of 128 queries cost more than they save, at head_dim 64.
 
     One of these modifiers alone has them. H100, causal, 8192, time beyond that of a call without it, with 64 and with
-    128 queries: ranges 20 and 7 %, positions 22 and 3 %, ALiBi 14 and 0 %, left padding -12 and -18 %. Ranges and
-    positions spill about 30 values where a block is masked. Other modifiers spill more (dropout 108 values), and pairs
-    of modifiers were not tried, nor ALiBi with grouped heads, whose slopes differ between steps.
+    128 queries: ranges 20 and 7 %, positions 22 and 3 %, ALiBi 14 and 0 %, left padding -12 and -18 %. H200, 2048 and
+    8192: dropout 44 and 55 with 64 queries, 36 and 40 with 128 (causal), 50 and 61, 34 and 40 (full). Ranges and
+    positions spill about 30 values where a block is masked, and dropout 40 with grouped heads. Pairs of modifiers were
+    not tried, nor ALiBi with grouped heads, whose slopes differ between steps.
     """
-    few = (
-        problem.has_alibi and problem.qhead_per_kvhead == 1,
-        problem.has_seqstart_k,
-        problem.has_key_ranges,
-        problem.has_q_positions,
-    )
-    others = problem.has_alibi and problem.qhead_per_kvhead > 1, problem.has_bias, problem.dropout_p > 0
-    return any(others) or sum(few) > 1
+    is_grouped = problem.qhead_per_kvhead > 1
+    single = problem.has_alibi, problem.dropout_p > 0
+    few = *single, problem.has_seqstart_k, problem.has_key_ranges, problem.has_q_positions
+    return problem.has_bias or (is_grouped and any(single)) or sum(few) > 1
 
 
 def _is_paired(problem: AttentionProblem) -> bool:
@@ -461,8 +458,10 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
         head_dim 128, 512 to 16384: causal 1.02, 1.04, 1.03, 1.04, 1.05, 1.03; full 1.00, 0.98, -, 0.97
         head_dim 64, 1024 to 16384: causal 1.02, 1.03, 1.02, 1.03, 1.02; full 1.04, 1.04, 1.02, 1.00, 1.01
         4096 or 8192, head_dim 128 and 64: windows 1.05 to 1.07 and 1.02, groups of eight 0.99 (causal), 1.15 (full) and
-            0.98, 1.07; packed 1.00 (causal), 0.98 (full) and 1.09, 1.09; ALiBi 1.09 and 1.03; dropout 1.07 and 0.96;
-            softcap 0.96, 0.94 and 0.99; deterministic 0.97, 0.95 and 1.00, 0.99; seqused_k 0.98 and 0.95
+            0.98, 1.07; packed 1.00 (causal), 0.98 (full) and 1.09, 1.09; ALiBi 1.09 and 1.03; softcap 0.96,
+            0.94 and 0.99; deterministic 0.97, 0.95 and 1.00, 0.99; seqused_k 0.98 and 0.95
+        2048 and 8192 with dropout: head_dim 128 1.01, 1.02 (causal), 1.03, 1.04 (full); 64, with tiles of 64 queries,
+            0.95, 0.95 and 0.94, 0.93
 
     Ranges, positions, left padding and ALiBi spill values at head_dim 64, where K takes 32 registers, and so do groups
     of heads under a mask at 64 and 128.
@@ -470,11 +469,11 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
     has_bounds = problem.has_seqstart_k or problem.has_key_ranges or problem.has_q_positions
     if problem.deterministic or problem.softcap is not None or has_bounds:
         return False
-    is_grouped, is_full = problem.qhead_per_kvhead > 1, problem.mask.is_full
+    is_grouped, is_full, drops = problem.qhead_per_kvhead > 1, problem.mask.is_full, problem.dropout_p > 0
     if config.tile_m == 128:
-        return not problem.has_seqused_k and not problem.has_alibi and (is_full or not is_grouped)
+        return not (problem.has_seqused_k or problem.has_alibi or drops) and (is_full or not is_grouped)
     is_wide = max(problem.head_dim, problem.head_dim_v) > 64
-    return is_wide and is_full == is_grouped
+    return is_wide and (is_full == is_grouped or (drops and not is_grouped))
 
 
 FULL_SEQLEN_IN_BACKGROUND = 1024

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
@@ -202,6 +204,13 @@ def permute_bytes(a: Int32, b: Int32, selector: Int32) -> Int32:
     )
 
 
+def logical(a: Int32, b: Int32, c: Int32, table: int) -> Int32:
+    """A logical function of the bits of three words. Args: table: its value for 0xF0, 0xCC and 0xAA."""
+    return cute.arch.inline_ptx(
+        f"lop3.b32 {{$w0}}, {{$r0}}, {{$r1}}, {{$r2}}, {table};", write_only_types=[Int32], read_only_args=[a, b, c]
+    )
+
+
 def replicate_signs(word: Int32, first: int, second: int) -> Int32:
     """A mask of two halves: all bits of one are the highest bit of the word's byte `first`, of the other `second`."""
     selector = 0x88 | first << 4 | first | (0x88 | second << 4 | second) << 8
@@ -349,16 +358,25 @@ PHILOX_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 PHILOX_WEYL = 0x9E3779B9, 0xBB67AE85
 
 
-def philox(counter: tuple, key: tuple) -> tuple:
-    """Philox 4x32-10 as in geometry/philox.py: four words of random bits from four words and a key of two."""
+PHILOX_ROUNDS = 10
+
+
+def philox(counter: tuple, keys: Iterable[tuple]) -> tuple:
+    """Philox 4x32-10 as in geometry/philox.py: four words of random bits from four words and `philox_keys`."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
+    for k0, k1 in keys:
         low0, high0 = _multiply_wide(c0, PHILOX_MULTIPLIERS[0])
         low1, high1 = _multiply_wide(c2, PHILOX_MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (_add_word(k, word) for k, word in zip((k0, k1), PHILOX_WEYL, strict=True))
     return c0, c1, c2, c3
+
+
+def philox_keys(key: Iterable) -> Iterator[tuple]:
+    """The two words of each round, from a key of two words."""
+    k0, k1 = key
+    for _ in range(PHILOX_ROUNDS):
+        yield k0, k1
+        k0, k1 = (_add_word(k, word) for k, word in zip((k0, k1), PHILOX_WEYL, strict=True))
 
 
 def _multiply_wide(a: Int32, b: int) -> tuple:

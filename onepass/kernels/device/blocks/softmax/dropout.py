@@ -14,11 +14,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from .....geometry.integers import select
+from .....geometry.tile_scheduler import LANES
+from ....config import KEY_VECTORS
 from ..memory.layouts import column_offset
-from ..memory.ptx import permute_bytes, replicate_signs
+from ..memory.ptx import PHILOX_ROUNDS, logical, permute_bytes, replicate_signs
+from ..memory.untraced import Untraced
 
 PATCH = 4  # columns of a thread in a patch: 0, 1, 8 and 9 of sixteen
 OTHER_LANE = 4
+# Half of what these rounds compute is the same in a whole tile; the keys of the others lie in shared memory.
+FIRST_ROUNDS = PHILOX_ROUNDS - 4 * KEY_VECTORS // 2
 HIGHEST_BITS = -0x7F7F7F80  # 0x80808080, of each byte the highest
 
 
@@ -39,8 +44,13 @@ def flag_of(r: int, c: int, has_keys_in_rows: bool) -> tuple[int, int]:
 
 def flags_of(word: Int32, last: Int32) -> Int32:
     """A word whose bytes have their highest bit set where the byte of `word` is at most that of `last`."""
-    lower = (last | HIGHEST_BITS) - (word & ~HIGHEST_BITS)  # of each byte the highest bit: whether the others are less
+    lower = flags_of_lower_bits(word, last)
     return (last & (word ^ -1)) | ((last ^ word ^ -1) & lower)
+
+
+def flags_of_lower_bits(word: Int32, last: Int32) -> Int32:
+    """`flags_of` for bytes without their highest bits. Other bits of the result mean nothing."""
+    return (last | HIGHEST_BITS) - (word & ~HIGHEST_BITS)
 
 
 class KeptPairs:
@@ -161,6 +171,71 @@ class KeptPairs:
 
     def _byte(self, word, row) -> Int32:
         return word >> 8 * ((row & 1) + 2 * (row >> 3 & 1)) & 255
+
+
+class StagedFlags(Untraced):
+    """The flags of a warp's block of S^T, in shared memory: drawn while its GEMM runs, and applied to P afterwards.
+
+    Two patches that lie side by side cost each lane one call: the even one of two lanes calls the generator for the
+    first patch, the odd one for the second. Each writes all of its call's flags, and reads those of its keys in both
+    calls. So a draw needs no registers beyond it, and its writes keep it ahead of the wait for the GEMM.
+
+    Args:
+        sFlags: (4, LANES * calls + KEY_VECTORS) int32 of this warp.
+        lane: of this thread.
+    """
+
+    def __init__(self, modifiers: Any, sFlags: cute.Tensor, lane: Int32):
+        self.modifiers = modifiers
+        self.calls = cute.size(sFlags, mode=[1]) // LANES
+        self.is_odd = lane >> 2 & 1  # of the thread's first key, and of its lane among the two
+        self.target = cute.domain_offset((0, lane), sFlags)
+        self.source = cute.domain_offset((0, lane & ~OTHER_LANE), sFlags)
+        self.keys = cute.domain_offset((0, self.calls * LANES), sFlags)
+        words = [word for pair in modifiers.round_keys()[FIRST_ROUNDS:] for word in pair]
+        for i, word in enumerate(words):
+            self.keys[i % 4, i // 4] = word
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def draw(self, block: Any):
+        """Write the flags of a block, whose rows are keys and begin at a multiple of 16 in each warp."""
+        cute.arch.sync_warp()  # other lanes have read the flags of the block before
+        last = (self.modifiers.tensors.keep_bytes - 1) * 0x01010101
+        keys, queries = group_of(block.rows[0]), group_of(block.first_column) + PATCH * self.is_odd
+        # read here, where no compiler moves them and what depends on them ahead of the turn that has just been passed
+        round_keys = cute.make_rmem_tensor((4, KEY_VECTORS), Int32)
+        for i in cutlass.range_constexpr(KEY_VECTORS):
+            cute.autovec_copy(self.keys[None, i], round_keys[None, i])
+        pairs = self.modifiers.round_keys()[:FIRST_ROUNDS]
+        pairs += [(round_keys[2 * i], round_keys[2 * i + 1]) for i in range(cute.size(round_keys) // 2)]
+        vector = cute.make_rmem_tensor((4,), Int32)
+        for call in cutlass.range_constexpr(self.calls):
+            words = self.modifiers.words(block.places[0], queries, keys, pairs)
+            for i in cutlass.range_constexpr(4):
+                # a thread reads the words of keys 2 i and 2 i + 8, or those of 2 i + 1 and 2 i + 9
+                word = words[(0, 2, 1, 3)[i]]
+                # `flags_of`, of which the compiler makes an instruction more
+                vector[i] = logical(last, word, flags_of_lower_bits(word, last), 0xF0 & ~0xCC | ~(0xF0 ^ 0xCC) & 0xAA)
+            cute.autovec_copy(vector, self.target[None, call * LANES])
+            queries = queries + 2 * PATCH
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def apply(self, source: cute.Tensor, target: cute.Tensor):
+        """target = source, or 0 where dropout does not keep a value.
+
+        Args: source, target: pairs of 16-bit values of a thread, in the order of an accumulator: two columns of a row
+            in a register.
+        """
+        words = cute.make_rmem_tensor((2,), Int32)  # of both keys
+        for patch in cutlass.range_constexpr(cute.size(source) // PATCH):
+            vector = cute.domain_offset((self.is_odd * 2, patch // 2 * LANES + patch % 2 * OTHER_LANE), self.source)
+            cute.autovec_copy(cute.make_tensor(vector.iterator.align(8), cute.make_layout((2,))), words)
+            for i in cutlass.range_constexpr(PATCH):
+                r, half = i % 2, i // 2
+                mask = replicate_signs(words[r], 2 * half, 2 * half + 1)
+                target[PATCH * patch + i] = source[PATCH * patch + i] & mask
 
 
 @cute.jit

@@ -16,7 +16,7 @@ from ..memory.layouts import by_m_tile, rows_and_columns
 from ..memory.ptx import pack_pair, unpack_pair
 from ..repair.rows import soft_cap
 from . import mask
-from .dropout import bit, flag_of
+from .dropout import StagedFlags, bit, flag_of
 from .modifiers import Block, Modifiers, element, place_of
 from .online import Scores
 
@@ -55,6 +55,10 @@ class GradientScores:
     slope: cute.Tensor | None = None  # of ALiBi, where a kernel reads it ahead
     kept_words: cute.Tensor
     kept_values: cute.Tensor
+
+    # with dropout through shared memory: where its flags lie, and what it keeps of p_words
+    flags: StagedFlags | None = None
+    dropped_words: cute.Tensor
 
     modifiers: Modifiers | None = None
     m_tiles: int = 1  # pairs of rows of this thread
@@ -182,7 +186,7 @@ class GradientScores:
 
         Args: minus_delta: whether acc_dp holds dP - delta already; with dropout it must not.
         """
-        if cutlass.const_expr(self.drops):
+        if cutlass.const_expr(self.drops and self.flags is None):
             for i in cutlass.range_constexpr(cute.size(acc_dp)):
                 scaled = acc_dp[i] * self.modifiers.tensors.keep_scale
                 acc_dp[i] = scaled if self.is_kept(i) else Float32(0.0)
@@ -199,20 +203,34 @@ class GradientScores:
                 p = unpack_pair(source[i], self.kernel.dtype)
             dp = [acc_dp[2 * i + c] for c in range(2)]
             if cutlass.const_expr(not minus_delta):
-                dp = [dp[c] + stat_of_column(self.minus_delta, 2 * i + c, self.m_tiles) for c in range(2)]
-            if cutlass.const_expr(is_float32):
-                for c in cutlass.range_constexpr(2):
-                    acc_dp[2 * i + c] = p[c] * dp[c]
+                deltas = [stat_of_column(self.minus_delta, 2 * i + c, self.m_tiles) for c in range(2)]
+            if cutlass.const_expr(self.flags is not None):
+                # P dP of the pairs that dropout keeps, less P delta of all
+                dropped = kept = unpack_pair(self.dropped_words[i], self.kernel.dtype)
+                if cutlass.const_expr(self.is_capped):
+                    kept = [Float32(0.0) if dropped[c] == 0.0 else p[c] for c in range(2)]
+                dp = [dp[c] * self.modifiers.tensors.keep_scale for c in range(2)]
+                ds = [kept[c] * dp[c] + p[c] * deltas[c] for c in range(2)]
             else:
-                self.ds_words[i] = pack_pair(p[0] * dp[0], p[1] * dp[1], self.kernel.dtype)
+                if cutlass.const_expr(not minus_delta):
+                    dp = [dp[c] + deltas[c] for c in range(2)]
+                ds = [p[c] * dp[c] for c in range(2)]
+            if cutlass.const_expr(is_float32):
+                acc_dp[2 * i], acc_dp[2 * i + 1] = ds[0], ds[1]
+            else:
+                self.ds_words[i] = pack_pair(*ds, self.kernel.dtype)
             if cutlass.const_expr(self.adds_terms):
                 if cutlass.const_expr(self.is_capped):  # terms are added after the softcap: its slope is none of theirs
                     if cutlass.const_expr(is_float32):
                         p = [self.p[2 * i + c] for c in range(2)]
                     else:
                         p = unpack_pair(self.p_words[i], self.kernel.dtype)
+                if cutlass.const_expr(self.flags is not None):
+                    ds = [dropped[c] * dp[c] + p[c] * deltas[c] for c in range(2)]
+                else:
+                    ds = [p[c] * dp[c] for c in range(2)]
                 # of a hidden pair, whose P is 0, dP may be NaN
-                found += [Float32(0.0) if p[c] == 0.0 else p[c] * dp[c] for c in range(2)]
+                found += [Float32(0.0) if p[c] == 0.0 else ds[c] for c in range(2)]
         if cutlass.const_expr(self.adds_terms):
             blocks = self.blocks_of(tile, head, m_block)
             self.modifiers.add_gradients(found, blocks, self.slot_of(tile), self.m_tiles)

@@ -20,7 +20,7 @@ from .....geometry.block_range import KeyBlocks
 from .....geometry.integers import ceil_div, maximum, minimum, select
 from .....problem import AttentionProblem
 from ..memory.layouts import column_offset
-from ..memory.ptx import add_one_to_global, philox
+from ..memory.ptx import add_one_to_global, philox, philox_keys
 from ..memory.untraced import Untraced
 from .dropout import KeptPairs, bit, group_of
 
@@ -337,11 +337,18 @@ class Modifiers(Untraced):
     def kept(self, block: Block, columns: int) -> KeptPairs:
         return KeptPairs(self, block, columns)
 
-    def words(self, place: Place, row_group, column_group) -> tuple:
-        """The 128 random bits of the pairs of these groups of rows and columns, see geometry/philox.py."""
-        offset, *seed = self.random_key
+    def words(self, place: Place, row_group, column_group, keys: list | None = None) -> tuple:
+        """The 128 random bits of the pairs of these groups of rows and columns, see geometry/philox.py.
+
+        Args: keys: `round_keys`, where a kernel has them.
+        """
         instance = place.entry * self.tensors.all_heads + self.tensors.first_head + place.head
-        return philox((column_group, row_group, instance, offset), seed)
+        counter = column_group, row_group, instance, self.random_key[0]
+        return philox(counter, keys or philox_keys(self.random_key[1:]))
+
+    def round_keys(self) -> list[tuple]:
+        """The two words of each round of the generator."""
+        return list(philox_keys(self.random_key[1:]))
 
     def _random_key(self) -> list:
         """The low half of the offset, and a key of two words of the seed and the high half of the offset."""

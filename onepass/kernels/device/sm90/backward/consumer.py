@@ -35,6 +35,7 @@ from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
 from ...blocks.memory.ptx import add_to_global, load_past_l1, order_after_words, pack
 from ...blocks.repair import gradients as repair_gradients
 from ...blocks.repair.rows import SourceTensors
+from ...blocks.softmax.dropout import StagedFlags
 from ...blocks.softmax.gradients import GradientScores, stat_of_column
 from ...blocks.softmax.modifiers import Modifiers
 from ...blocks.softmax.online import Scores
@@ -85,9 +86,12 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self._keep(kernel, inputs)
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.row_in_warpgroup
 
-        sK, sV, sQ, sdO, self.sdS, self.sStats, self.ds_full = buffers
+        sK, sV, sQ, sdO, self.sdS, self.sStats, self.ds_full, sFlags = buffers
         sdS = self.sdS
         self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
+        if sFlags is not None:
+            self.flags = StagedFlags(self.modifiers, sFlags[None, None, self.warp], self.lane)
+            self.dropped_words = cute.recast_tensor(self.rP_of_dv, Int32)
         # the keys that this warpgroup's GEMMs read: dQ sums over those of all warpgroups
         self.own_keys = [(sK[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
         self.own_keys.append((sV[None, None, self.wg], self.wg * ROWS_PER_WARPGROUP))
@@ -187,6 +191,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
                 self.pipes.q.consumer_wait(q_state)
                 acc_s = self.issue_s(q_state)
                 self.read_stats(self.minus_lse, q_state, 0)
+                self.draw(tile, head, m_block)
                 warpgroup.wait_group(0)
                 self.make_p(acc_s, tile, head, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
@@ -304,6 +309,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
             self.pass_turn()
         if cutlass.const_expr(has_next):
             self.read_stats(self.minus_lse, next_q, 0)
+            self.draw(tile, *following)
             warpgroup.wait_group(1)
             self.make_p(acc_s, tile, *following)
             # ptxas takes a wait to cost nothing: without this it moves all exponentials below the one that follows
@@ -438,10 +444,18 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     def take_p(self, acc_s: cute.Tensor, tile, head: Int32, m_block: Int32):
         """P of the accumulator, in 16 bits, and what dropout keeps of it."""
         pack(acc_s, self.rP)
-        if cutlass.const_expr(self.drops):
+        if cutlass.const_expr(self.flags is not None):
+            self.flags.apply(self.p_words, self.dropped_words)
+        elif cutlass.const_expr(self.drops):
             self.draw_kept(tile, head, m_block)
             self.drop_p(acc_s)
             pack(acc_s, self.rP_of_dv)
+
+    @cute.jit
+    def draw(self, tile, head: Int32, m_block: Int32):
+        """Draw the random bits of a block of scores; called while its GEMM runs."""
+        if cutlass.const_expr(self.flags is not None):
+            self.flags.draw(self.blocks_of(tile, head, m_block)[0])
 
     def slot_of(self, tile) -> Int32:
         """This warp's place in a tensor with one for each warp of a tile."""

@@ -103,6 +103,7 @@ class BackwardSm90(KeyTiles):
         self.finishes_rows = self.has_background_rows and not self.has_private_dq
         self.p_copies = config.p_copies(problem)
         self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
+        self.flag_vectors = config.flag_vectors(problem)
 
     # ---------------------------------------------------------------- host
 
@@ -303,6 +304,10 @@ class BackwardSm90(KeyTiles):
             p_vectors = self.p_copies * self.tile_m * ROWS_PER_WARPGROUP // (2 * WARPGROUP * P_WORDS)
             p_layout = cute.make_ordered_layout((P_WORDS, WARPGROUP, p_vectors), order=(0, 1, 2))
             sP = smem.allocate_tensor(Int32, p_layout, 128)
+        sFlags = None
+        if cutlass.const_expr(self.flag_vectors > 0):
+            flags_layout = cute.make_ordered_layout((4, self.flag_vectors, consumer_warps), order=(0, 1, 2))
+            sFlags = smem.allocate_tensor(Int32, flags_layout, 128)
         stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.q_stages))
         sStats = smem.allocate_tensor(Float32, stats_layout, 128)
         k_columns = self.head_dim + (PEER_PIECES * self.dq_columns if self.is_paired else 0)
@@ -398,7 +403,7 @@ class BackwardSm90(KeyTiles):
             elif cutlass.const_expr(self.config.by_gradient):
                 consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), inputs)
             else:
-                consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sStats, ds_full), inputs)
+                consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sStats, ds_full, sFlags), inputs)
             if cutlass.const_expr(self.has_background_rows):
                 background = make_background()
                 first = self.tile_at(queue.start(), schedule, seqlens)
