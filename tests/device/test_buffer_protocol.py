@@ -102,7 +102,10 @@ class NoQueue:
 
 @dataclass(frozen=True)
 class Protocol:
-    """Tiles are (first, last) blocks; skips[tile][warpgroup] is how many of the last blocks a warpgroup skips."""
+    """Tiles are (first, last) blocks; skips[tile][warpgroup] is how many of the last blocks a warpgroup skips.
+
+    With unused[tile][warpgroup] it leaves out as many of the first blocks.
+    """
 
     warpgroups: int
     k_stages: int
@@ -120,9 +123,9 @@ class Protocol:
         if self.is_dynamic:
             queue.empty.arrive()
 
-    def run(self, tiles, skips, seed):
+    def run(self, tiles, skips, seed, unused=None):
         readers = WARPS_OF_MODEL * self.warpgroups
-        self_ = Machine(self, tiles, skips)
+        self_ = Machine(self, tiles, skips, unused or [[0] * self.warpgroups for _ in tiles])
         self_.k, self_.v = Ring(self.k_stages, readers), Ring(self.v_stages, readers, self.transposers or 1)
         self_.loaded_v = Ring(self.raw_stages, self.transposers) if self.transposers else self_.v
         self_.queue = Queue(readers + self.transposers) if self.is_dynamic else NoQueue()
@@ -144,8 +147,11 @@ class Protocol:
 
 
 class Machine:
-    def __init__(self, protocol, tiles, skips):
-        self.protocol, self.tiles, self.skips = protocol, tiles, skips
+    def __init__(self, protocol, tiles, skips, unused):
+        self.protocol, self.tiles, self.skips, self.unused = protocol, tiles, skips, unused
+
+    def own_first(self, t, w):
+        return self.tiles[t][0] + self.unused[t][w]
 
     def produce(self):
         k = v = 0
@@ -213,10 +219,10 @@ class Machine:
             yield from skip_keys(0)
             k += self.skips[0][w]
             yield from first_scores(0, self.tiles[0][1] - self.skips[0][w])
-            release_first(0, self.tiles[0][0], self.tiles[0][1] - self.skips[0][w])
+            release_first(0, self.own_first(0, w), self.tiles[0][1] - self.skips[0][w])
             k += 1
         for t, (first, whole) in enumerate(self.tiles):
-            last = whole - self.skips[t][w]
+            last, own_first = whole - self.skips[t][w], self.own_first(t, w)
             if not protocol.overlap_tiles:
                 yield from skip_keys(t)
                 k += self.skips[t][w]
@@ -228,7 +234,7 @@ class Machine:
                     if last - 1 > first:
                         yield from self.k.fill(k + 1, (t, last - 2))
                 yield from first_scores(t, last)
-                release_first(t, first, last)
+                release_first(t, own_first, last)
                 k += 1
             for i in range(self.skips[t][w]):
                 yield from self.v.wait(v, (t, whole - 1 - i))
@@ -236,15 +242,30 @@ class Machine:
                 v += 1
                 yield from self.wait_for_turn(w)
                 self.pass_turn(w)
-            for n in range(last - 2, first - 1, -1):
+            for n in range(last - 2, own_first - 1, -1):
                 yield from self.step(w, t, n, k, v, is_loader)
                 k, v = k + 1, v + 1
+            if own_first > first:
+                yield from self.v.wait(v, (t, own_first))
+                yield
+                self.v.release(v, (t, own_first))
+                v += 1
+            for n in range(own_first - 1, first - 1, -1):
+                yield from self.wait_for_turn(w)
+                self.pass_turn(w)
+                yield from self.k.wait(k, (t, n))
+                self.k.release(k, (t, n))
+                k += 1
+                if n < own_first - 1:
+                    yield from self.v.wait(v, (t, n + 1))
+                    self.v.release(v, (t, n + 1))
+                    v += 1
             yield from self.queue.take(t + 1)
             protocol.want_next(self.queue)
             if protocol.overlap_tiles and t + 1 < len(self.tiles):
                 yield from skip_keys(t + 1)
                 k += self.skips[t + 1][w]
-                next_first, next_last = self.tiles[t + 1][0], self.tiles[t + 1][1] - self.skips[t + 1][w]
+                next_first, next_last = self.own_first(t + 1, w), self.tiles[t + 1][1] - self.skips[t + 1][w]
                 yield from self.q[w].wait(t + 1, t + 1)
                 yield from self.k.wait(k, (t + 1, next_last - 1))
                 yield from self.wait_for_turn(w)
@@ -279,7 +300,7 @@ class Machine:
             yield from self.v.fill(v + 1, (t, n))
         yield
         self.k.release(k, (t, n))
-        if n == self.tiles[t][0]:
+        if n == self.own_first(t, w):
             self.q[w].release(t, t)
         yield
         if overlaps:
@@ -312,6 +333,22 @@ def test_with_a_producer(pingpong, overlap_tiles, is_sorted):
         protocol = Protocol(warpgroups, k_stages, v_stages, q_stages, pingpong, overlap_tiles=overlap_tiles)
         for seed in range(4):
             protocol.run(*random_tiles(seed, warpgroups, k_stages - 1, is_sorted), seed)
+
+
+@pytest.mark.parametrize("overlap_tiles", [True, False])
+@pytest.mark.parametrize("overlap_gemm_softmax", [True, False])
+def test_first_blocks_that_rows_do_not_see(overlap_gemm_softmax, overlap_tiles):
+    """With intervals a warpgroup leaves out blocks on both sides."""
+    for warpgroups, k_stages, v_stages, q_stages in STAGES:
+        protocol = Protocol(warpgroups, k_stages, v_stages, q_stages, True, overlap_gemm_softmax, overlap_tiles)
+        for seed in range(4):
+            tiles, skips = random_tiles(seed, warpgroups, k_stages - 1, is_sorted=False)
+            choose = random.Random(seed)
+            unused = [
+                [choose.randint(0, last - first - 1 - n) for n in skipped]
+                for (first, last), skipped in zip(tiles, skips, strict=True)
+            ]
+            protocol.run(tiles, skips, seed, unused)
 
 
 @pytest.mark.parametrize("is_dynamic", [True, False])

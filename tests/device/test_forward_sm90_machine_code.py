@@ -27,6 +27,8 @@ OTHERS = {
     "128 packed": problem(128, 128, is_packed=True, has_seqused_k=True),
     "128 seqused": problem(128, 128, mask=CAUSAL, has_seqused_k=True),
     "256 packed causal": problem(256, 256, mask=CAUSAL, is_packed=True),
+    "64 ranges": problem(64, 64, 8192, mask=Mask(), has_key_ranges=True),
+    "128 ranges": problem(128, 128, 8192, mask=Mask(), has_key_ranges=True),
     "128 group of 4": replace(problem(128, 128, mask=Mask(), num_heads_kv=1), seqlen_q=1),
     "128 group of 3 causal": replace(problem(128, 128, mask=CAUSAL), num_heads_q=12, seqlen_q=1),
 }

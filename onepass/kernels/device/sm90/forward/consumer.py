@@ -23,7 +23,7 @@ from cutlass import Boolean, Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from .....geometry.block_range import KeyBlocks, blocks_of_rows, key_blocks
-from .....geometry.integers import minimum
+from .....geometry.integers import maximum, minimum
 from .....geometry.splits import blocks_within
 from .....geometry.tile_scheduler import LANES
 from ...blocks.memory.layouts import rows_and_columns
@@ -102,7 +102,22 @@ class Consumer(Warpgroup):
                     k_state.advance()
                     v_state.advance()
 
-            if cutlass.const_expr(self.kernel.skips_unused):
+            if cutlass.const_expr(self.kernel.skips_first):
+                # P V of the last block that is visited comes by itself, and P = 0 is left for V of the tile's first
+                # block. The others are released unread in the order of their loads: K before V of the block after it.
+                if unused > 0:
+                    self.last_pv(v_state)
+                    v_state.advance()
+                    for rP in self.rP:
+                        rP.fill(0.0)
+                    self.skip_key_block(k_state)
+                    k_state.advance()
+                    for _ in cutlass.range(unused - 1, unroll=1):
+                        self.skip_key_block(k_state)
+                        k_state.advance()
+                        self.skip(self.pipes.v, v_state)
+                        v_state.advance()
+            elif cutlass.const_expr(self.kernel.skips_unused):
                 # in the order of their loads: K of a block comes before V of the block visited before it
                 for _ in cutlass.range(unused, unroll=1):
                     self.wait_for_turn()
@@ -203,8 +218,8 @@ class Consumer(Warpgroup):
         the first one.
 
         Returns: the tile with the blocks that this warpgroup's rows see; how many of its last blocks they do not see;
-        and how many of the other blocks a warpgroup without rows leaves out: all but one, whose S and P V it computes
-        in vain.
+        and how many of its first blocks it leaves out: with intervals, those that its rows do not see, and without any
+        row all but one, whose S and P V it computes in vain.
         """
         skipped, unused = Int32(0), Int32(0)
         if cutlass.const_expr((self.has_window[1] or self.kernel.has_intervals) and self.producer is None):
@@ -217,8 +232,12 @@ class Consumer(Warpgroup):
                 m_start = minimum(m_start, seqlen_q - 1)
                 own = key_blocks(m_start, minimum(m_start + rows, seqlen_q), *tile.geometry, self.tile_n)
             if cutlass.const_expr(self.kernel.is_split or self.kernel.has_intervals):
-                own = blocks_within(own, tile.blocks)
+                own = blocks_within(own, tile.blocks)._replace(first=own.first)
             blocks, skipped = blocks_of_rows(tile.blocks, own, self.kernel.k_stages - 1)
+            if cutlass.const_expr(self.kernel.skips_first):
+                first = minimum(maximum(own.first, tile.first), blocks.last - 1)
+                unused = first - tile.first
+                blocks = blocks._replace(first=first)
             tile = tile.with_blocks(blocks)
         if cutlass.const_expr(self.kernel.skips_unused):
             if tile.m_block * self.tile_m + self.wg * (self.tile_m // self.num_warpgroups) >= tile.geometry.seqlen_q:
@@ -231,6 +250,13 @@ class Consumer(Warpgroup):
         place, lane = self.place(tile), cute.arch.lane_idx()
         queries = [(place, m_start + lane + i) for i in range(0, rows, LANES)]
         return self.modifiers.key_blocks(queries, tile.geometry.seqlen_k, self.tile_n)
+
+    @cute.jit
+    def skip_key_block(self, k_state):
+        """Release a K unread, and take this warpgroup's turn for its block."""
+        self.wait_for_turn()
+        self.pass_turn()
+        self.skip(self.pipes.k, k_state)
 
     @cute.jit
     def skip(self, pipe: pipeline.PipelineTmaAsync, state):

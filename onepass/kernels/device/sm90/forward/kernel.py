@@ -146,6 +146,8 @@ class ForwardSm90:
         self.needs_sequence = self.is_scaled or problem.has_modifiers
         # where single tokens stand beside prompts in chunks, most warpgroups have no row in many tiles
         self.skips_unused = self.is_packed and reads_cache and config.num_warpgroups > 1
+        # rows of a document may begin inside a tile, and see none of the keys of those before
+        self.skips_first = self.has_intervals and config.warp_specialized and not self.skips_unused
         # V may hold arbitrary values past the last key of a sequence
         self.has_garbage = problem.is_packed or problem.has_seqused_k
         registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
