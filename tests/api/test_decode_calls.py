@@ -153,6 +153,7 @@ def test_what_kernels_take_of_e4m3(hopper, monkeypatch):
 
 FEW = "rows this few take less time on the kernel for few rows"
 MANY = {"q": (4, 9, 32, 128)}
+OF_HEADS = {"cache_dtype": E4M3, "k_descale": (8,), "v_descale": (4, 8)}
 
 
 @pytest.mark.parametrize(
@@ -160,12 +161,24 @@ MANY = {"q": (4, 9, 32, 128)}
     [
         (CALL, FEW),
         (CALL | {"q": (4, 8, 32, 128)}, FEW),
-        (PAGED | DESCALES, "expected q and a cache in bfloat16 or float16, got torch.bfloat16 and torch.float8_e4m3fn"),
+        (PAGED | DESCALES, "expected descales of heads, got one for each block of 16 keys"),
+        (PAGED | MANY | DESCALES, "expected descales of heads, got one for each block of 16 keys"),
+        (PAGED | OF_HEADS, FEW),
+        (PAGED | MANY | OF_HEADS, None),
+        (PAGED | MANY | {"cache_dtype": E4M3}, None),
+        (
+            PAGED | OF_HEADS | {"q": (4, 9, 32, 120), "k_cache": (900, 16, 8, 120)},
+            "head_dim: expected a multiple of 16 up to 128 with an e4m3 cache, got 120",
+        ),
+        (
+            PAGED | MANY | OF_HEADS | {"v_cache": (900, 16, 8, 144)},
+            "head_dim_v: expected a multiple of 16 up to 128 with an e4m3 cache, got 144",
+        ),
         (CALL | MANY, None),
         (PAGED | MANY, None),
         (
             CALL | MANY | {"dtype": torch.float32},
-            "expected q and a cache in bfloat16 or float16, got torch.float32 and torch.float32",
+            "expected q in bfloat16 or float16, got torch.float32",
         ),
         (CALL | MANY | {"v_cache": (4, 65536, 8, 36)}, "head_dim_v: expected a multiple of 8"),
         (

@@ -2,7 +2,8 @@
 
 The model has the barriers of producer.py and of `Consumer.two_stages` and no arithmetic: a warpgroup is two processes
 (its first warp, which without a producer warp loads as well, and the others), run step by step in random order. With
-`transposers` V goes through transposer.py's warps, and tiles may be drawn from blocks/tiles/queue.py's queue.
+`transposers` V goes through transposer.py's warps, with `converters` K and V go through converter.py's, and tiles may
+be drawn from blocks/tiles/queue.py's queue.
 A GPU would hang after an overrun (an arrival too many, a buffer written before it was read) or a deadlock.
 """
 
@@ -117,6 +118,7 @@ class Protocol:
     warp_specialized: bool = True
     raw_stages: int = 1
     transposers: int = 0
+    converters: int = 0
     is_dynamic: bool = False
 
     def want_next(self, queue):
@@ -126,14 +128,20 @@ class Protocol:
     def run(self, tiles, skips, seed, unused=None):
         readers = WARPS_OF_MODEL * self.warpgroups
         self_ = Machine(self, tiles, skips, unused or [[0] * self.warpgroups for _ in tiles])
-        self_.k, self_.v = Ring(self.k_stages, readers), Ring(self.v_stages, readers, self.transposers or 1)
-        self_.loaded_v = Ring(self.raw_stages, self.transposers) if self.transposers else self_.v
+        self_.k = Ring(self.k_stages, readers, self.converters or 1)
+        self_.v = Ring(self.v_stages, readers, self.transposers or self.converters or 1)
+        self_.loaded_k, self_.loaded_v = self_.k, self_.v
+        if self.transposers or self.converters:
+            self_.loaded_v = Ring(self.raw_stages, self.transposers or self.converters)
+        if self.converters:
+            self_.loaded_k = Ring(self.raw_stages, self.converters)
         self_.queue = Queue(readers + self.transposers) if self.is_dynamic else NoQueue()
         self_.q = [Ring(self.q_stages, WARPS_OF_MODEL) for _ in range(self.warpgroups)]
         self_.turns = [NamedBarrier(2 * WARPS_OF_MODEL) for _ in range(self.warpgroups)]
         processes = [self_.consume(w, warp) for w in range(self.warpgroups) for warp in range(WARPS_OF_MODEL)]
         processes += [self_.produce()] if self.warp_specialized else []
         processes += [self_.transpose(i) for i in range(self.transposers)] + [self_.queue.fill(len(tiles))]
+        processes += [self_.convert(i) for i in range(self.converters)]
         choose, idle = random.Random(seed), 0
         while processes:
             process = choose.choice(processes)
@@ -156,7 +164,7 @@ class Machine:
     def produce(self):
         k = v = 0
         for t, (first, last) in enumerate(self.tiles):
-            yield from self.k.fill(k, (t, last - 1))
+            yield from self.loaded_k.fill(k, (t, last - 1))
             for ring in self.q:
                 yield from ring.fill(t, t)
             if t > 0:
@@ -165,11 +173,25 @@ class Machine:
             k += 1
             self.protocol.want_next(self.queue)
             for n in range(last - 2, first - 1, -1):
-                yield from self.k.fill(k, (t, n))
+                yield from self.loaded_k.fill(k, (t, n))
                 yield from self.loaded_v.fill(v, (t, n + 1))
                 k, v = k + 1, v + 1
             yield from self.queue.take(t + 1)
         yield from self.loaded_v.fill(v, (len(self.tiles) - 1, self.tiles[-1][0]))
+        if self.protocol.converters:
+            yield from self.loaded_k.fill(k, None)
+
+    def convert(self, writer):
+        for fill in itertools.count():
+            slot, parity = self.loaded_k.at(fill)
+            yield from self.loaded_k.full[slot].wait(parity)
+            (block,) = self.loaded_k.content[slot]
+            if block is None:
+                return
+            for loaded, ring in ((self.loaded_k, self.k), (self.loaded_v, self.v)):
+                yield from loaded.wait(fill, block)
+                yield from ring.fill(fill, block, writer)
+                loaded.release(fill, block)
 
     def transpose(self, writer):
         v = 0
@@ -368,6 +390,17 @@ def test_with_warps_that_transpose(raw_stages, overlap_tiles, is_dynamic):
         )
         for seed in range(3):
             protocol.run(*random_tiles(seed, warpgroups, k_stages - 1), seed)
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False])
+@pytest.mark.parametrize("overlap_tiles", [True, False])
+@pytest.mark.parametrize("raw_stages", [1, 2, 4])
+def test_with_warps_that_convert(raw_stages, overlap_tiles, is_dynamic):
+    for warpgroups, q_stages in itertools.product((1, 2), (1, 2)):
+        options = {"overlap_tiles": overlap_tiles, "raw_stages": raw_stages, "is_dynamic": is_dynamic}
+        for seed in range(6):
+            tiles = random_tiles(seed, warpgroups, 1)
+            Protocol(warpgroups, 2, 2, q_stages, converters=2, **options).run(*tiles, seed)
 
 
 @pytest.mark.parametrize("overlap_gemm_softmax", [True, False])

@@ -23,6 +23,8 @@ from onepass.kernels.launch.forward_sm80 import ARCHS
 from onepass.problem import AttentionProblem, Mask
 from onepass.problem.decode import DecodeProblem
 
+E4M3 = torch.float8_e4m3fn
+
 TILE_N = 4
 WINDOWS = (
     (None, None),
@@ -290,6 +292,54 @@ def test_packed_queries_count_as_many_unless_max_seqlen_q_says_few():
     few = DecodeProblem(problem(is_packed=True, batch=7, seqlen_q=20), max_seqlen_q=4)
     assert heuristics_decode.has_few_rows(few.attention, few.max_seqlen_q)
     assert isinstance(heuristics_decode.decode_config_sm80(few.sizing_problem, "sm_90a"), DecodeConfigSm80)
+
+
+def test_an_e4m3_cache_takes_the_kernel_for_few_rows_up_to_32():
+    for is_packed, kv_dtype, expected in ((True, None, 16), (False, None, 32), (True, E4M3, 32), (False, E4M3, 32)):
+        asked = problem(num_heads_q=8, is_packed=is_packed, kv_dtype=kv_dtype)
+        given = [
+            (asked, rows) if is_packed else (replace(asked, seqlen_q=rows), None) for rows in (expected, expected + 1)
+        ]
+        assert [heuristics_decode.has_few_rows(*call) for call in given] == [True, False]
+
+
+def test_configurations_over_an_e4m3_cache():
+    """They fit, with at least two buffers for what is loaded, and warps that convert 32 keys of a step each."""
+    for (d, dv), heads, options in itertools.product(
+        itertools.product((16, 64, 96, 128), repeat=2),
+        (8, 32, 1024),
+        ({"seqlen_q": 8}, {"seqlen_q": 5000, "softcap": 5.0}, {"seqlen_q": 100, "is_packed": True}),
+    ):
+        asked = problem(head_dim=d, head_dim_v=dv, num_heads_q=heads, kv_dtype=E4M3, **options)
+        for split_size in (None, 192):
+            config = heuristics_decode.decode_config_sm90(asked, split_size)
+            config.check(asked)
+            assert config.raw_stages(asked) >= 2
+            assert config.num_warpgroups <= 2
+            assert config.smem_bytes(asked) > config.smem_bytes(replace(asked, kv_dtype=None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "message"),
+    [
+        ({}, {"tile_n": 96}, r"e4m3 cache: expected tile_n of \(64, 128\) and 1 or 2 warpgroups, got .*tile_n=96"),
+        ({}, {"num_warpgroups": 3}, "e4m3 cache: expected tile_n of .* and 1 or 2 warpgroups"),
+        ({}, {"cluster_size": 2}, "e4m3 cache: expected warp_specialized, cluster_size=1 and score_buffers=1"),
+        ({}, {"num_stages": 4}, "shared memory: .* needs"),
+        (
+            {"dtype": torch.float32},
+            {},
+            "cache: expected e4m3 under 16-bit q, got torch.float8_e4m3fn and torch.float32",
+        ),
+    ],
+)
+def test_what_a_configuration_over_an_e4m3_cache_cannot_be(changes, config, message):
+    asked = problem(head_dim=128, head_dim_v=128, kv_dtype=E4M3, **changes)
+    config = replace(
+        heuristics_decode.decode_config_sm90(problem(head_dim=128, head_dim_v=128, kv_dtype=E4M3)), **config
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        config.check(asked)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ def by_tiles(arguments):
 
 
 def assert_by_kernels(arguments):
-    assert onepass.supports(**arguments).backend == ("sm80" if ON_GPU else "tiled")
+    support = onepass.supports(**arguments)
+    assert support.backend in (("sm90", "sm80") if ON_GPU else ("tiled",)), support.reason
 
 
 def check(arguments):
@@ -73,6 +74,14 @@ CASES = [
         )
     ),
 ]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+# calls that the Hopper forward takes: many rows, and descales of heads
+MANY_ROWS = [
+    *(case_of(kind, 40, page_size=size, num_splits=n) for kind, size, n in (("none", 16, 1), ("head", 64, 3))),
+    *(case_of("entry", 300, d=d, filled=(1000, 301), num_splits=2) for d in (64, 96, 128, 80)),
+    case_of("tensor", 60, page_size=48, heads=(32, 8), dtype=torch.float16, window=(100, 0), has_sinks=True),
+    case_of("entry", 60, causal=False, softcap=5.0, num_splits=1),
+]
 NEW_KEYS = [
     case_of(kind, 4, page_size=size, filled=(100, 0, 63), seqlen_new=4, rotary=rotary, num_splits=2)
     for size, kind in ((None, "block"), (16, "page"))
@@ -83,6 +92,32 @@ NEW_KEYS = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values(case):
     check(case.arguments())
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("case", MANY_ROWS, ids=str)
+def test_many_rows(case, sign):
+    arguments = case.arguments()
+    assert not HOPPER or onepass.supports(**arguments).backend == "sm90"
+    if "k_descale" in arguments:
+        arguments["k_descale"] = sign * arguments["k_descale"]
+    check(arguments)
+
+
+@pytest.mark.parametrize("case", MANY_ROWS, ids=str)
+def test_the_bits_of_a_16_bit_cache(case):
+    """The Hopper forward computes the same bits from a 16-bit cache of the same values."""
+    arguments = case.arguments()
+    if not HOPPER:
+        return check(arguments)
+    for name in ("k_descale", "v_descale"):
+        if name in arguments:
+            arguments[name] = torch.ones_like(arguments[name])
+    rounded = {n: t.to(arguments["q"].dtype) for n, t in arguments.items() if n in ("k_cache", "v_cache")}
+    rounded = {n: t for n, t in (arguments | rounded).items() if "descale" not in n}
+    found, expected = (onepass.attention_decode(**a, return_lse=True, backend="sm90") for a in (arguments, rounded))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", NEW_KEYS, ids=str)

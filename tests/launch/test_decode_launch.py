@@ -140,8 +140,8 @@ CALLS = {
 }
 
 
-# the Hopper kernel takes 16-bit caches and pages of 16 keys
-ON_HOPPER = {name: call for name, call in CALLS.items() if "descales" not in call[0]}
+# the Hopper kernel takes pages of 16 keys, and no descales of blocks
+ON_HOPPER = {name: call for name, call in CALLS.items() if "kv_block" not in call[1]}
 LAUNCHES = [*((name, decode_launch) for name in CALLS), *((name, decode_launch_sm90) for name in ON_HOPPER)]
 
 

@@ -145,8 +145,11 @@ def _decode() -> Iterator[tuple[str, Request]]:
         ("128", 128, {}, None),
         ("128 packed", 128, {"is_packed": True, "seqlen_q": 5000}, 64),
         ("256 softcap window sinks", 256, {"softcap": 20.0, "mask": Mask(60, 0), "has_sinks": True}, 16),
+        ("64 e4m3", 64, {"seqlen_q": 300, "dtype": FP16} | e4m3, None),
+        ("128 packed e4m3", 128, {"is_packed": True, "seqlen_q": 5000} | e4m3, 16),
     ):
-        asked = DecodeProblem(replace(problem(head_dim, head_dim), **(many | changes)), page_size)
+        attention = replace(problem(head_dim, head_dim), **(many | changes))
+        asked = DecodeProblem(attention, page_size, has_descales=attention.has_e4m3_cache)
         config = decode_sm90.config_of(asked, torch.device("cpu"))
         for is_split in (False, True):
             _, _, arch, trace = decode_sm90.compile_request(asked, config, is_split)

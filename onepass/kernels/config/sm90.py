@@ -22,8 +22,11 @@ PROGRESS_HEADER = 8  # words of the backward's counters that are not those of a 
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 REGISTERS_TO_TRANSPOSE = REGISTERS | {4: (32, 112)}  # V, beside a producer
 REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # of a producer that looks up pages
+# Registers of a producer, a consumer and a converting thread, over an e4m3 cache.
+REGISTERS_TO_CONVERT = {1: (56, 240, 56), 2: (48, 216, 32)}
 
 
+CONVERTED_KEYS = (64, 128)  # keys of a step over an e4m3 cache, of which a converting warp takes 32
 MAX_COLUMNS_FLOAT32 = 128  # of V: O has two accumulators
 
 
@@ -124,10 +127,13 @@ class ForwardConfigSm90(LaunchConfig):
         return ROWS_PER_WARPGROUP // self.group(problem) * self.num_warpgroups
 
     def raw_stages(self, problem: AttentionProblem) -> int:
-        """Buffers for V before it is transposed: 2 where they fit. 0: it is not transposed."""
-        if not self.transposes_v:
-            return 0
-        return 2 if self._smem_bytes(problem, 2) <= SMEM_BYTES else 1
+        """Buffers for V before it is transposed, or for each of K and V before they are converted to 16 bits.
+
+        As many as fit of 2, or 4 over an e4m3 cache. 0: neither is done.
+        """
+        choices = (4, 2) if problem.has_e4m3_cache else (2,) if self.transposes_v else ()
+        fitting = (n for n in choices if self._smem_bytes(problem, n) <= SMEM_BYTES)
+        return next(fitting, min(1, len(choices)))
 
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of the tiles and their barriers."""
@@ -137,9 +143,10 @@ class ForwardConfigSm90(LaunchConfig):
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(value_columns(problem))
         q = self.q_stages * self.tile_m * d
         k_stages, v_stages = self.kv_stages
-        kv = self.tile_n * (k_stages * d + (v_stages + raw_stages) * dv)
+        kv = self.tile_n * (k_stages * d + v_stages * dv)
+        raw = raw_stages * self.tile_n * (d + dv if problem.has_e4m3_cache else dv)  # bytes of e4m3
         # float32 is two halves of 2 bytes
-        return problem.dtype.itemsize * (q + kv) + 1024
+        return problem.dtype.itemsize * (q + kv) + raw + 1024
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
         """Registers of a consumer thread for S, P, O: the rest is left for addresses and the softmax."""
@@ -202,11 +209,16 @@ class ForwardConfigSm90(LaunchConfig):
             self._check_fp8()
         if problem.dtype == torch.float32:
             self._check_float32()
+        if problem.has_e4m3_cache:
+            self._check_e4m3_cache(problem)
         needed = self.smem_bytes(problem)
         if needed > SMEM_BYTES:
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")
         # without a producer to take them from, as many as the launch gives
-        available = REGISTERS[self.num_warpgroups][1] if self.warp_specialized else 65536 // self.num_threads // 8 * 8
+        registers_of = REGISTERS_TO_CONVERT if problem.has_e4m3_cache else REGISTERS
+        available = registers_of[self.num_warpgroups][1]
+        if not self.warp_specialized:
+            available = 65536 // self.num_threads // 8 * 8
         registers = self.accumulator_registers(problem)
         if registers > available - 16:
             raise UnsupportedError(f"registers: {self} needs {registers} for S, P and O, a thread has {available}")
@@ -227,6 +239,17 @@ class ForwardConfigSm90(LaunchConfig):
             raise UnsupportedError("transposes_v: it needs V in FP8, as (batch, seqlen, heads, dim)")
         if not self.warp_specialized or self.cluster_size > 1:
             raise UnsupportedError("transposes_v: it needs warp_specialized and cluster_size=1")
+
+    def _check_e4m3_cache(self, problem: AttentionProblem) -> None:
+        """The demands of warps that convert K and V to 16 bits on the other choices."""
+        if problem.dtype.itemsize != 2 or problem.kv_dtype != torch.float8_e4m3fn:
+            raise UnsupportedError(f"cache: expected e4m3 under 16-bit q, got {problem.kv_dtype} and {problem.dtype}")
+        if self.tile_n not in CONVERTED_KEYS or self.num_warpgroups not in REGISTERS_TO_CONVERT:
+            expected = f"tile_n of {CONVERTED_KEYS} and 1 or 2 warpgroups"
+            raise UnsupportedError(f"e4m3 cache: expected {expected}, got {self}")
+        if not self.warp_specialized or self.cluster_size > 1 or self.score_buffers > 1:
+            expected = "warp_specialized, cluster_size=1 and score_buffers=1"
+            raise UnsupportedError(f"e4m3 cache: expected {expected}, got {self}")
 
     def _check_float32(self) -> None:
         """The demands of float32's two halves on the other choices."""

@@ -122,7 +122,8 @@ def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
 # bfloat16 queries of 32 heads over 65536 keys of 8: head_dim 64 1032 us, with 2 warpgroups 1076; 128 1590, with 64 keys
 # 1723, with 80 and 3 warpgroups 1712. 128 queries, packed (512 rows a kv head, in tiles of
 # 192 that are partly empty): head_dim 64 155 us, with 2 warpgroups 145, and with one query head a tile 149
-# (h200-decode-rows-variants.json).
+# (h200-decode-rows-variants.json). Over an e4m3 cache there are at most 2 warpgroups, and 2 buffers for K and for V;
+# pingpong off and a third buffer at head_dim 64 are in docs/lab/2026-11-27-e4m3-caches.md.
 DECODE_SM90 = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (64, 2), 256: (64, 2)}
 MAX_STAGES = 6
 # Only the device knows how many packed queries a sequence has: they are taken for many, whatever the total, so that
@@ -154,8 +155,10 @@ def has_few_rows(problem: AttentionProblem, max_seqlen_q: int | None = None) -> 
     group = problem.qhead_per_kvhead
     seqlen_q = problem.seqlen_q if max_seqlen_q is None else max_seqlen_q
     rows = seqlen_q * (group if group <= ROWS_PER_WARPGROUP else 1)
-    # 64 packed drafts of 1 to 5 tokens, 20 rows: 531 us, in tiles of 32 rows 552 (h200-decode-packed-steps.json)
-    has_two = max(problem.head_dim, problem.head_dim_v) <= 128 and not problem.is_packed
+    # 64 packed drafts of 1 to 5 tokens, 20 rows: 531 us, in tiles of 32 rows 552 (h200-decode-packed-steps.json). Over
+    # an e4m3 cache drafts of 5 take 527 us and in tiles of 32 rows 495 (docs/lab/2026-11-27-e4m3-caches.md).
+    in_tiles_of_32 = not problem.is_packed or problem.has_e4m3_cache
+    has_two = max(problem.head_dim, problem.head_dim_v) <= 128 and in_tiles_of_32
     return rows <= (2 if has_two else 1) * ROWS_PER_MMA
 
 
@@ -170,8 +173,8 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
     tile_n, most = DECODE_SM90[max(head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v))]
     if split_size is not None and split_size % tile_n:
         tile_n = SPLIT_UNIT
-    if problem.softcap is not None:
-        most = 2  # 3 leave it too few registers
+    if problem.softcap is not None or problem.has_e4m3_cache:
+        most = min(most, 2)  # 3 leave it, or warps that convert the cache, too few registers
     # a tile of one head's queries alone would be partly empty
     is_short = problem.is_packed or problem.seqlen_q < most * ROWS_PER_WARPGROUP
     pack_gqa = 1 < group <= ROWS_PER_WARPGROUP and is_short
@@ -190,6 +193,8 @@ def decode_config_sm90(problem: AttentionProblem, split_size: int | None = None)
         dynamic_tiles=problem.is_packed,
         pack_gqa=pack_gqa,
     )
+    if problem.has_e4m3_cache:
+        return config  # loads under way have buffers of their own
     # as many loads under way as there is room for
     for num_stages in range(MAX_STAGES, 2, -1):
         deeper = replace(config, num_stages=num_stages)

@@ -22,11 +22,19 @@ from ..compiler.compile import CompileRequest
 from ..config import ForwardConfigSm90
 from ..heuristics.decode import decode_config_sm90, has_few_rows, most_splits_sm90, num_splits_sm90
 from . import decode as decode_launch
-from .arguments import aligned, forward_sm90_arguments, is_aligned, score_scales, window_bounds
+from .arguments import (
+    aligned,
+    descale_arguments,
+    forward_sm90_arguments,
+    is_aligned,
+    score_scales,
+    window_bounds,
+)
 from .decode import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
 from .forward_sm90 import ARCH, persistent_grid, tile_counter, trace
 
 LEAST_BOX = 16  # keys of a page that are loaded together
+MAX_HEAD_DIM_E4M3 = 128  # of an e4m3 cache: warps that convert it leave too few registers for more
 
 
 def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
@@ -38,9 +46,14 @@ def unsupported(problem: DecodeProblem) -> str | None:
     attention = problem.attention
     if attention.has_modifiers:
         return f"{attention.modifiers_named}: expected none"
-    if attention.dtype.itemsize != 2 or attention.has_e4m3_cache:
-        given = f"{attention.dtype} and {attention.kv_dtype or attention.dtype}"
-        return f"expected q and a cache in bfloat16 or float16, got {given}"
+    if attention.dtype.itemsize != 2:
+        return f"expected q in bfloat16 or float16, got {attention.dtype}"
+    if attention.has_e4m3_cache:
+        for name, size in (("head_dim", attention.head_dim), ("head_dim_v", attention.head_dim_v)):
+            if size % 16 or size > MAX_HEAD_DIM_E4M3:
+                return f"{name}: expected a multiple of 16 up to {MAX_HEAD_DIM_E4M3} with an e4m3 cache, got {size}"
+        if problem.kv_block is not None:
+            return f"expected descales of heads, got one for each block of {problem.kv_block} keys"
     if not problem.has_aligned_rows:
         return "expected rows of the caches at multiples of 16 bytes (TMA)"
     if problem.page_size is not None and problem.page_size % LEAST_BOX:
@@ -116,6 +129,7 @@ class Launch(DecodeLaunch):
             out, lse = out.flatten(0, 2), lse.transpose(0, 2).flatten(1)
         if self._forward is None:
             self._forward = compile.get(*self.forward_request(inputs)[1])
+        k_descale, v_descale, _ = descale_arguments(self.problem, inputs)
         self._forward(
             *forward_sm90_arguments(
                 aligned(q),
@@ -126,6 +140,8 @@ class Launch(DecodeLaunch):
                 sinks=sinks,
                 cu_seqlens_q=query_offsets_of(inputs),
                 seqused_k=inputs.cache_seqlens.contiguous(),
+                k_scale=k_descale,
+                v_scale=v_descale,
                 scale_log2=self.scale_log2,
                 tanh_scale=self.tanh_scale,
                 window_left=self.window_left,
@@ -154,5 +170,7 @@ def compile_request(problem: DecodeProblem, config: ForwardConfigSm90, is_split:
     # sinks join when splits are merged
     attention = replace(problem.attention, has_sinks=problem.attention.has_sinks and not is_split)
     rows = box_rows(problem, config)
-    key = attention.static(), config, (("is_split", is_split), ("box_rows", rows))
-    return CompileRequest("decode", key, ARCH, functools.partial(trace, attention, config, cache=(is_split, rows)))
+    cache = is_split, rows, problem.has_descales
+    kind = tuple(zip(("is_split", "box_rows", "has_descales"), cache, strict=True))
+    key = attention.static(), config, kind
+    return CompileRequest("decode", key, ARCH, functools.partial(trace, attention, config, cache=cache))

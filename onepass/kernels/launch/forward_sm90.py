@@ -30,6 +30,7 @@ from .arguments import (
     forward_sm90_arguments,
     is_aligned,
     score_scales,
+    strided_tensor,
     window_bounds,
 )
 
@@ -296,10 +297,12 @@ def copied(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     return [name for name, t in (("q", q), ("k", k), ("v", v)) if not is_aligned(t)]
 
 
-def trace(problem: AttentionProblem, config: ForwardConfigSm90, cache: tuple[bool, int | None] | None = None) -> tuple:
+def trace(
+    problem: AttentionProblem, config: ForwardConfigSm90, cache: tuple[bool, int | None, bool] | None = None
+) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`.
 
-    Args: cache: for `attention_decode`, the is_split and box_rows of `ForwardSm90`.
+    Args: cache: for `attention_decode`, the is_split, box_rows and has_descales of `ForwardSm90`.
     """
     from cutlass import Float16, Float32, Int32
     from cutlass.cute.runtime import make_fake_stream
@@ -314,9 +317,9 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm90, cache: tuple[boo
         return value if is_given else None
 
     batch, keys_batch = ((),) * 2 if problem.is_packed else ((None,),) * 2
-    is_split, box_rows = False, None
+    is_split, box_rows, has_descales = False, None, False
     if cache is not None:
-        is_split, box_rows = cache
+        is_split, box_rows, has_descales = cache
         keys_batch = (None,)
     # splits of packed queries have rows of their own
     splits = (None,) if is_split and not problem.is_packed else ()
@@ -331,13 +334,16 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm90, cache: tuple[boo
     if is_float32:
         head_dim, head_dim_v = (2 * head_dim_tile(size) for size in (head_dim, head_dim_v))
     q_scale, k_scale, v_scale = scales
+    if has_descales:
+        k_scale, v_scale = (strided_tensor(Float32, 3) for _ in range(2))
+    kv_dtype = dtype if problem.kv_dtype is None else element_type(problem.kv_dtype)
     arguments = ForwardSm90Arguments(
         q=tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
-        k=tensor(dtype, *keys_batch, None, None, head_dim, align_bytes=16),
+        k=tensor(kv_dtype, *keys_batch, None, None, head_dim, align_bytes=16),
         # transposed: only the last length is not known beforehand
         v=tensor(dtype, *batch, None, head_dim_v, None, align_bytes=16)
         if is_fp8 and not config.transposes_v
-        else tensor(dtype, *keys_batch, None, None, head_dim_v, align_bytes=16),
+        else tensor(kv_dtype, *keys_batch, None, None, head_dim_v, align_bytes=16),
         out=tensor(out_dtype, *splits, *batch, None, None, problem.head_dim_v, align_bytes=16),
         lse=tensor(Float32, *splits, *batch, None, None, align_bytes=4),
         sinks=optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
@@ -362,5 +368,5 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm90, cache: tuple[boo
         num_splits=optional(Int32(1), is_split),
         split_blocks=optional(Int32(0), is_split),
     )
-    kernel = ForwardSm90(problem, config, dtype, cache is not None, is_split, box_rows)
+    kernel = ForwardSm90(problem, config, dtype, cache is not None, is_split, box_rows, has_descales)
     return kernel, (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))

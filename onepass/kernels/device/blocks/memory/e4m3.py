@@ -37,6 +37,19 @@ def neighbors_as_fp16(word: Int32) -> tuple:
 
 
 @cute.jit
+def neighbors_as_bf16(word: Int32) -> tuple:
+    """Four e4m3 in a register as bf16 in two: bytes 0 and 1, bytes 2 and 3. Each e4m3 number is a bf16 number, too."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high, a, b; .reg .b32 first, second; .reg .f32 x, y; mov.b32 {low, high}, {$r0};"
+        " cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high;"
+        " mov.b32 {a, b}, first; cvt.f32.f16 x, a; cvt.f32.f16 y, b; cvt.rn.bf16x2.f32 {$w0}, y, x;"
+        " mov.b32 {a, b}, second; cvt.f32.f16 x, a; cvt.f32.f16 y, b; cvt.rn.bf16x2.f32 {$w1}, y, x; }",
+        write_only_types=[Int32, Int32],
+        read_only_args=[word],
+    )
+
+
+@cute.jit
 def evens_and_odds_as_fp16(word: Int32) -> tuple:
     """Four e4m3 in a register as fp16 in two: bytes 0 and 2, bytes 1 and 3."""
     return cute.arch.inline_ptx(

@@ -197,6 +197,22 @@ def store_matrices(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
     )
 
 
+def load_words(address: Int32) -> tuple:
+    """Four words from shared memory, from an address that 16 divides."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_words(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
+    """Store four words to shared memory, at an address that 16 divides."""
+    cute.arch.inline_ptx(
+        "st.shared.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", read_only_args=[address, a, b, c, d]
+    )
+
+
 def permute_bytes(a: Int32, b: Int32, selector: Int32) -> Int32:
     """Four of the bytes of a (0 to 3) and b (4 to 7), chosen by the lowest four 4-bit digits of the selector."""
     return cute.arch.inline_ptx(

@@ -17,9 +17,9 @@ from . import rows as repair_rows
 
 @cute.jit
 def dot(q: cute.Tensor, k: cute.Tensor) -> Float32:
-    """q (head_dim,) . k (head_dim / 2,), in float32."""
+    """q (head_dim,) . k (head_dim,) of e4m3, or (head_dim / 2,) of pairs, in float32."""
     total, pairs = Float32(0.0), cute.recast_tensor(k, Int16)
-    for i in cutlass.range(cute.size(k), unroll=4):
+    for i in cutlass.range(cute.size(pairs), unroll=4):
         low, high = pair_as_floats(pairs[i].to(Int32))
         total += q[2 * i].to(Float32) * low
         total += q[2 * i + 1].to(Float32) * high
@@ -29,8 +29,8 @@ def dot(q: cute.Tensor, k: cute.Tensor) -> Float32:
 @cute.jit
 def recompute_row(
     q: cute.Tensor,  # (head_dim,)
-    mK: cute.Tensor,  # (seqlen_k, head_dim / 2)
-    mV: cute.Tensor,  # (seqlen_k, head_dim_v / 2)
+    mK: cute.Tensor,  # (seqlen_k, head_dim), or (seqlen_k, head_dim / 2) of pairs
+    mV: cute.Tensor,  # (seqlen_k, head_dim_v), or (seqlen_k, head_dim_v / 2) of pairs
     out: cute.Tensor,  # (head_dim_v,)
     low: Int32,
     high: Int32,

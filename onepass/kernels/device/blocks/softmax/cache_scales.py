@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .....geometry.integers import maximum, minimum
+from .....geometry.integers import maximum, minimum, select
 from .....geometry.pages import page_of_key
 from ..memory.untraced import Untraced
 from ..tiles.paged import Pages
@@ -29,6 +29,16 @@ class DescaleTensors(NamedTuple):
     k: cute.Tensor  # (batch or num_pages, num_heads_kv, blocks), float32
     v: cute.Tensor
     kv_block: cute.FastDivmodDivisorV2 | None  # keys of a block, without pages
+
+
+class SignOfKeys(Untraced):
+    """Descales of keys where their magnitudes are part of other factors: K's has a sign left, V's is 1."""
+
+    def __init__(self, k_descale: Float32):
+        self.sign = select(k_descale < Float32(0.0), Float32(-1.0), Float32(1.0))
+
+    def at_key(self, key: Int32) -> tuple:
+        return self.sign, Float32(1.0)
 
 
 class CacheDescales(Untraced):

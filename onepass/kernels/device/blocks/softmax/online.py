@@ -43,12 +43,12 @@ class OnlineSoftmax(Untraced):
     """Running reference and sum of a thread's two rows.
 
     Args:
-        scale_log2: softmax_scale * log2(e), positive.
+        scale_log2: softmax_scale * log2(e), positive; (1,) in registers if it changes from tile to tile.
         rescale_threshold: powers of two that a score may outgrow its row's reference by; 0 = always follow the maximum.
     """
 
-    def __init__(self, scale_log2: Float32, rescale_threshold: float):
-        self.scale_log2 = scale_log2
+    def __init__(self, scale_log2: Float32 | cute.Tensor, rescale_threshold: float):
+        self.scale = scale_log2
         self.rescale_threshold = rescale_threshold
         self.row_max = cute.make_rmem_tensor((ROWS,), Float32)
         self.row_sum = cute.make_rmem_tensor((ROWS,), Float32)
@@ -57,6 +57,10 @@ class OnlineSoftmax(Untraced):
         # row_max * scale_log2; with a threshold, the bits of the largest score that needs no new reference
         self.reference = cute.make_rmem_tensor((ROWS,), Float32)
         self.limit = cute.make_rmem_tensor((ROWS,), Int32)
+
+    @property
+    def scale_log2(self) -> Float32:
+        return self.scale[0] if isinstance(self.scale, cute.Tensor) else self.scale
 
     @cute.jit
     def tile_maximum(self, scores: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:

@@ -142,7 +142,7 @@ class ScaledSoftmax(OnlineSoftmax):
         p_dtype: torch.dtype = torch.float8_e4m3fn,
     ):
         super().__init__(Float32(1.0), rescale_threshold)
-        self.scale_log2 = 1.0  # a constant: multiplications with it vanish
+        self.scale = 1.0  # a constant: multiplications with it vanish
         self.scores = scores
         self.input_dtype = Float32 if p_dtype == torch.float16 else None  # for `soft_cap`: float32 in halves
         self.exponent = float(p_exponent(rescale_threshold, p_dtype))

@@ -68,7 +68,9 @@ class WarpgroupGemms(Turns):
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
         self.pipes, self.scores = pipes, scores
         self.mO, self.mLSE, self.sinks, self.sources = mO, mLSE, sinks, sources
-        self.descales, self.pages, self.all_splits = descales, pages, all_splits
+        self.pages, self.all_splits = pages, all_splits
+        self.descales = descales if kernel.is_scaled else None
+        self.cache_descales = None if kernel.is_scaled else descales
         self.modifiers = modifiers
 
         self.tiled_mma_qk, self.tiled_mma_pv = tiled_mmas
@@ -117,6 +119,12 @@ class WarpgroupGemms(Turns):
         if kernel.is_scaled:
             p_dtype = torch.float8_e4m3fn if kernel.is_fp8 else torch.float16
             self.softmax = scaled.ScaledSoftmax(scores, config.rescale_threshold, self.tile_n, p_dtype)
+        elif self.cache_descales is not None:
+            # the scale that K's descale of a tile's head is part of
+            self.head_scale = cute.make_rmem_tensor((1,), Float32)
+            has_cap = scores.tanh_scale is not None
+            softmax_scale = scores.scale_log2 if has_cap else self.head_scale
+            self.softmax = OnlineSoftmax(softmax_scale, config.rescale_threshold)
         else:
             self.softmax = OnlineSoftmax(scores.scale_log2, config.rescale_threshold)
         # row max and row sum of the tile whose last PV is still to come, while `softmax` is at the next tile already

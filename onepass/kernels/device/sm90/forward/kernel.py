@@ -15,6 +15,7 @@ Buffers and barriers (mbarrier pairs full / empty; arrivals)
     V   num_stages (v_stages) tiles (tile_n, head_dim_v)  full: TMA bytes     empty: all consumer warps
         (score_buffers=2: twice as many tiles of half as many rows)
         (transposes_v: full: the warps of transposer.py, which take V from raw tiles that TMA has filled)
+        (an e4m3 cache: full: the warps of converter.py, which take K and V from raw tiles)
     numbers of the next tiles, with dynamic_tiles: see blocks/tiles/queue.py
 
 Names follow CuTe code: mQ global, gQ a tile of it, sQ shared, rQ register fragment or descriptor; t... partitioned.
@@ -44,6 +45,7 @@ from .....problem import AttentionProblem, Mask
 from ....config import (
     REGISTERS,
     REGISTERS_OF_PAGES,
+    REGISTERS_TO_CONVERT,
     REGISTERS_TO_TRANSPOSE,
     ROWS_PER_WARPGROUP,
     ForwardConfigSm90,
@@ -63,6 +65,7 @@ from ...blocks.memory.layouts import (
 )
 from ...blocks.memory.ptx import exit_if
 from ...blocks.repair.rows import SourceTensors
+from ...blocks.softmax import cache_scales
 from ...blocks.softmax.mask import Geometry
 from ...blocks.softmax.modifiers import (
     Modifiers,
@@ -79,8 +82,9 @@ from ...blocks.tiles.paged import Pages
 from ...blocks.tiles.queue import TileQueue
 from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
 from .consumer import Consumer
+from .converter import ConvertingWarp
 from .producer import Producer
-from .tile import WARPS, Pipes, Tile
+from .tile import WARPGROUP, WARPS, Pipes, Tile
 from .transposer import FIRST_WARP as FIRST_TRANSPOSING_WARP
 from .transposer import WARPS as TRANSPOSING_WARPS
 from .transposer import TransposingWarp
@@ -99,12 +103,14 @@ class ForwardSm90:
         reads_cache: bool = False,
         is_split: bool = False,
         box_rows: int | None = None,
+        has_descales: bool = False,
     ):
         """Args:
         reads_cache: K and V are a cache, which has batch entries even where queries are packed.
         is_split: out and lse are partials, one for each split of the keys. For packed queries they hold the rows of
             split 0, then those of split 1, and so on.
         box_rows: K and V lie in pages, of which this many rows are loaded together; None: they lie in rows.
+        has_descales: each head of a sequence in an e4m3 cache has descales.
         """
         config.check(problem)
         if (is_split or box_rows is not None) and (
@@ -122,6 +128,9 @@ class ForwardSm90:
         # float32 comes as two float16 halves side by side, see memory_bound/float32_halves.py
         self.num_halves = 2 if problem.dtype == torch.float32 else 1
         self.is_scaled = self.is_fp8 or self.num_halves > 1
+        self.converts, self.has_descales = problem.has_e4m3_cache, has_descales
+        self.kv_dtype = cutlass.Float8E4M3FN if self.converts else dtype  # of K and V as they are loaded
+        self.num_threads = config.num_threads + (WARPGROUP if self.converts else 0)
         self.group = config.group(problem)  # query heads of a tile
         self.tile_heads_per_kvhead = problem.qhead_per_kvhead // self.group
         # rows of one head in a tile: all of them, or fewer with pack_gqa
@@ -130,7 +139,9 @@ class ForwardSm90:
         self.score_buffers = config.score_buffers
         self.buffer_n = config.tile_n // config.score_buffers  # keys of one score buffer and one QK^T
         self.k_stages, self.v_stages = (stages * config.score_buffers for stages in config.kv_stages)
-        self.loaded_v_stages = config.raw_stages(problem) or self.v_stages
+        self.raw_stages = config.raw_stages(problem)
+        self.loaded_v_stages = self.raw_stages or self.v_stages
+        self.loaded_k_stages = self.raw_stages if self.converts else self.k_stages
         self.head_dim, self.head_dim_v = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         self.pv_columns = config.pv_columns or self.head_dim_v  # columns of one P V
         self.num_warpgroups, self.cluster_size = config.num_warpgroups, config.cluster_size
@@ -152,7 +163,9 @@ class ForwardSm90:
         self.has_garbage = problem.is_packed or problem.has_seqused_k
         registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
         registers = REGISTERS_TO_TRANSPOSE if self.transposes_v else registers
-        self.producer_registers, self.consumer_registers = registers[config.num_warpgroups]
+        registers = REGISTERS_TO_CONVERT if self.converts else registers
+        self.producer_registers, self.consumer_registers, *more = registers[config.num_warpgroups]
+        self.converter_registers = more[0] if more else None
 
     # ---------------------------------------------------------------- host
 
@@ -170,7 +183,7 @@ class ForwardSm90:
         seqused_k: cute.Tensor | None,  # (batch,) int32
         float32: tuple | None,  # q, k and v themselves, where the first three arguments are their halves
         q_scale: cute.Tensor | None,  # for FP8 and halves, like the next three: see blocks/softmax/scaled.py
-        k_scale: cute.Tensor | None,
+        k_scale: cute.Tensor | None,  # with descales of a cache, like v_scale: (batch, num_heads_kv, 1), any strides
         v_scale: cute.Tensor | None,
         q_block: Int32 | None,
         scale_log2: Float32,
@@ -204,9 +217,13 @@ class ForwardSm90:
         )
         sK_layout = smem_tiles(self.buffer_n, self.head_dim, self.num_halves * self.k_stages, self.dtype)
         v_box = (self.head_dim_v, self.buffer_n) if self.loads_keys_last else (self.buffer_n, self.head_dim_v)
-        sV_layout = loaded_v_layout = smem_tiles(*v_box, self.num_halves * self.loaded_v_stages, self.dtype)
+        loaded_v_layout = smem_tiles(*v_box, self.num_halves * self.loaded_v_stages, self.kv_dtype)
+        loaded_k_layout, sV_layout = sK_layout, loaded_v_layout
         if cutlass.const_expr(self.transposes_v):
             sV_layout = smem_tiles(self.head_dim_v, self.buffer_n, self.v_stages, self.dtype)
+        elif cutlass.const_expr(self.converts):
+            loaded_k_layout = smem_tiles(self.buffer_n, self.head_dim, self.loaded_k_stages, self.kv_dtype)
+            sV_layout = smem_tiles(*v_box, self.v_stages, self.dtype)
         v_rows = dims_first(v) if cutlass.const_expr(self.loads_keys_last) else rows_first(v)
         k_box = (self.buffer_n, self.head_dim)
         if cutlass.const_expr(self.is_paged):
@@ -214,7 +231,7 @@ class ForwardSm90:
         tma = []
         for t, layout, rows, columns, num_receivers in (
             (self._rows_of_q(q), sQ_layout, self.q_rows, self.head_dim, 1),
-            (rows_first(k), sK_layout, *k_box, self.cluster_size),
+            (rows_first(k), loaded_k_layout, *k_box, self.cluster_size),
             (v_rows, loaded_v_layout, *v_box, self.cluster_size),
         ):
             load = cpasync.CopyBulkTensorTileG2SOp()
@@ -233,6 +250,11 @@ class ForwardSm90:
             schedule = schedule._replace(splits=splits, entries=cute.FastDivmodDivisorV2(batch))
         else:
             schedule = make_schedule(num_m_blocks, num_heads, batch, heads_per_section)
+        descales = None
+        if cutlass.const_expr(self.is_scaled):
+            descales = DescaleTensors(q_scale, k_scale, v_scale, cute.FastDivmodDivisorV2(q_block))
+        elif cutlass.const_expr(self.has_descales):
+            descales = cache_scales.DescaleTensors(k_scale, v_scale, None)
         self.kernel(
             tma_q,
             mQ,
@@ -248,9 +270,7 @@ class ForwardSm90:
             sinks,
             Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, added_k),
             Pages(page_table, cute.FastDivmodDivisorV2(mK.shape[0])) if self.is_paged else None,
-            DescaleTensors(q_scale, k_scale, v_scale, cute.FastDivmodDivisorV2(q_block))
-            if cutlass.const_expr(self.is_scaled)
-            else None,
+            descales,
             Scores(scale_log2, tanh_scale),
             window_left,
             window_right,
@@ -262,10 +282,11 @@ class ForwardSm90:
             sQ_layout,
             sK_layout,
             sV_layout,
-            loaded_v_layout if cutlass.const_expr(self.transposes_v) else None,
+            loaded_k_layout if cutlass.const_expr(self.converts) else None,
+            loaded_v_layout if cutlass.const_expr(self.raw_stages) else None,
         ).launch(
             grid=[num_ctas, 1, 1],
-            block=[self.config.num_threads, 1, 1],
+            block=[self.num_threads, 1, 1],
             cluster=(self.cluster_size, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -309,7 +330,7 @@ class ForwardSm90:
         mSinks: cute.Tensor | None,
         lengths: Lengths,
         pages: Pages | None,
-        descales: DescaleTensors | None,  # for FP8 and halves
+        descales: DescaleTensors | cache_scales.DescaleTensors | None,  # for FP8 and halves; of a cache
         scores: Scores,
         window_left: Int32 | None,
         window_right: Int32 | None,
@@ -321,7 +342,8 @@ class ForwardSm90:
         sQ_layout: cute.ComposedLayout,
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
-        sRaw_layout: cute.ComposedLayout | None,  # for V before it is transposed
+        sRawK_layout: cute.ComposedLayout | None,  # for K before it is converted
+        sRawV_layout: cute.ComposedLayout | None,  # for V before it is converted or transposed
     ):
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.is_packed):
@@ -338,11 +360,20 @@ class ForwardSm90:
         sQ = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)
         sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)
         sV = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)
+        sLoadedK, sLoadedV = sK, sV
+        if cutlass.const_expr(self.converts):
+            sLoadedK = smem.allocate_tensor(self.kv_dtype, sRawK_layout.outer, 1024, sRawK_layout.inner)
+            sLoadedV = smem.allocate_tensor(self.kv_dtype, sRawV_layout.outer, 1024, sRawV_layout.inner)
         consumer_warps = WARPS * self.num_warpgroups
-        readers = consumer_warps + (TRANSPOSING_WARPS if self.transposes_v else 0)
+        # warps between the raw tiles and the consumers
+        v_warps = WARPS if self.converts else TRANSPOSING_WARPS if self.transposes_v else 0
+        k_warps = WARPS if self.converts else 0
+        readers = consumer_warps + (TRANSPOSING_WARPS if self.transposes_v else 0)  # of the numbers of tiles
         pipes = Pipes(
             self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout, self.q_rows, 1),
-            self._make_pipeline(smem, self.k_stages, consumer_warps, sK_layout, self.buffer_n, self.cluster_size),
+            self._make_pipeline(
+                smem, self.k_stages, consumer_warps, sK_layout, self.buffer_n, self.cluster_size, k_warps or 1
+            ),
             self._make_pipeline(
                 smem,
                 self.v_stages,
@@ -350,14 +381,23 @@ class ForwardSm90:
                 sV_layout,
                 self.head_dim_v if self.is_fp8 else self.buffer_n,
                 self.cluster_size,
-                TRANSPOSING_WARPS if self.transposes_v else 1,
+                v_warps or 1,
             ),
         )
-        sLoadedV, loaded = sV, pipes
-        if cutlass.const_expr(self.transposes_v):
-            sLoadedV = smem.allocate_tensor(self.dtype, sRaw_layout.outer, 1024, sRaw_layout.inner)
-            raw = self._make_pipeline(smem, self.loaded_v_stages, TRANSPOSING_WARPS, sRaw_layout, self.buffer_n, 1)
-            loaded = pipes._replace(v=raw)
+        loaded = pipes
+        if cutlass.const_expr(self.converts):
+            raw = self._make_pipeline(
+                smem, self.loaded_k_stages, k_warps, sRawK_layout, self.buffer_n, 1, dtype=self.kv_dtype
+            )
+            loaded = loaded._replace(k=raw)
+        if cutlass.const_expr(self.raw_stages):
+            if cutlass.const_expr(self.transposes_v):
+                sLoadedV = smem.allocate_tensor(self.dtype, sRawV_layout.outer, 1024, sRawV_layout.inner)
+            raw = self._make_pipeline(
+                smem, self.loaded_v_stages, v_warps, sRawV_layout, self.buffer_n, 1, dtype=self.kv_dtype
+            )
+            loaded = loaded._replace(v=raw)
+        notes = smem.allocate_tensor(Int32, cute.make_layout(self.raw_stages), 8) if self.converts else None
         queue = TileQueue(smem, schedule.num_tiles, counter, readers, self.cluster_size)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.cluster_size > 1):
@@ -373,7 +413,8 @@ class ForwardSm90:
         if cutlass.const_expr(self.has_intervals):
             window = None, None
         seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, *window, lengths, modifiers)
-        producer = Producer(self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sLoadedV, loaded, pages)
+        tensors_and_tiles = tma_q, mQ, sQ, tma_k, mK, sLoadedK, tma_v, mV, sLoadedV
+        producer = Producer(self, *tensors_and_tiles, loaded, pages, notes, descales)
         tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
         all_splits = None
         if cutlass.const_expr(self.is_split and self.is_packed):
@@ -407,6 +448,13 @@ class ForwardSm90:
             if cutlass.const_expr(self.transposes_v):
                 if warp_id >= FIRST_TRANSPOSING_WARP:
                     TransposingWarp(self, sLoadedV, sV, loaded.v, pipes.v).run(queue, schedule, seqlens)
+        elif cutlass.const_expr(self.converts):
+            if warp_id >= WARPS + consumer_warps:
+                cute.arch.setmaxregister_decrease(self.converter_registers)
+                ConvertingWarp(self, sLoadedK, sK, sLoadedV, sV, loaded, pipes, notes).run()
+            else:
+                cute.arch.setmaxregister_increase(self.consumer_registers)
+                Consumer(self, *consumer_arguments, None).two_stages(queue, schedule, seqlens)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             consumer = Consumer(self, *consumer_arguments, None)
@@ -416,21 +464,31 @@ class ForwardSm90:
                 consumer.three_stages(queue, schedule, seqlens)
 
     def _make_pipeline(
-        self, smem, num_tiles: int, consumer_warps: int, layout, rows: int, cluster_size: int, producers: int = 1
+        self,
+        smem,
+        num_tiles: int,
+        consumer_warps: int,
+        layout,
+        rows: int,
+        cluster_size: int,
+        producers: int = 1,
+        dtype: type[cutlass.Numeric] | None = None,
     ):
         """A circular buffer that TMA fills with `rows` of each tile and that `consumer_warps` warps empty.
 
         Each of these warps arrives once a tile. Where there are several producers, they are warps that arrive as well.
         With a cluster, each thread block fills its share of every buffer of all thread blocks, once all of them have
         emptied it.
+
+        Args: dtype: of the tiles, if it is not that of Q.
         """
-        thread = pipeline.Agent.Thread
+        thread, dtype = pipeline.Agent.Thread, dtype or self.dtype
         return pipeline.PipelineTmaAsync.create(
             num_stages=num_tiles,
             producer_group=pipeline.CooperativeGroup(thread, producers),
             consumer_group=pipeline.CooperativeGroup(thread, consumer_warps * cluster_size),
             # not cute.size_in_bytes: it counts the unused rows between the column blocks of a swizzled tile
-            tx_count=self.num_halves * rows * cute.size(layout.outer, mode=[1]) * self.dtype.width // 8,
+            tx_count=self.num_halves * rows * cute.size(layout.outer, mode=[1]) * dtype.width // 8,
             barrier_storage=smem.allocate_array(cutlass.Int64, 2 * num_tiles),
             cta_layout_vmnk=cute.make_layout((1, cluster_size, 1, 1)),
             defer_sync=True,
@@ -491,8 +549,10 @@ class ForwardSm90:
 
     def buffer_states(self, user: pipeline.PipelineUserType) -> tuple:
         """The states of the buffers of K and V that are loaded (or read) first."""
-        v_stages = self.loaded_v_stages if user is pipeline.PipelineUserType.Producer else self.v_stages
-        return tuple(pipeline.make_pipeline_state(user, stages) for stages in (self.k_stages, v_stages))
+        k_stages, v_stages = self.k_stages, self.v_stages
+        if user is pipeline.PipelineUserType.Producer:
+            k_stages, v_stages = self.loaded_k_stages, self.loaded_v_stages
+        return tuple(pipeline.make_pipeline_state(user, stages) for stages in (k_stages, v_stages))
 
     def q_state(self, warpgroup_id, tile_count) -> pipeline.PipelineState:
         """Buffer and phase of a warpgroup's Q in its tile_count-th tile, for the consumer.

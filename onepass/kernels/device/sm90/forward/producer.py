@@ -7,11 +7,14 @@ import cutlass.cute as cute
 from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from .....geometry.integers import select
 from .....problem import V_KEYS
 from ...blocks.memory.layouts import row_boxes
 from ...blocks.memory.untraced import Untraced
 from ...blocks.tiles.paged import BoxLocations
 from ...blocks.tiles.queue import DRAW_AHEAD
+
+SIGNS, NO_TILE = -0x7F7F7F80, 1  # the sign bits of four e4m3 numbers, 0x80808080; another number
 
 
 class Producer(Untraced):
@@ -20,8 +23,13 @@ class Producer(Untraced):
     Every load waits until its buffer is empty, then fills it; the caller advances the state.
     """
 
-    def __init__(self, kernel, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes, pages):
-        self.kernel, self.pipes = kernel, pipes
+    def __init__(self, kernel, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes, pages, notes=None, descales=None):
+        """Args:
+        notes: (stages,) int32 in shared memory for the warps that convert an e4m3 cache: `SIGNS` where these warps are
+            to change the sign of a tile of K, else 0; `NO_TILE` after the last tile.
+        descales: those of an e4m3 cache.
+        """
+        self.kernel, self.pipes, self.notes, self.descales = kernel, pipes, notes, descales
         self.tma_q, self.tma_k, self.tma_v = tma_q, tma_k, tma_v
         self.mQ, self.mK, self.mV = mQ, mK, mV
         rows, clusters = kernel.buffer_n, kernel.cluster_size
@@ -89,8 +97,10 @@ class Producer(Untraced):
             tile = self.kernel.tile_at(number, schedule, seqlens)
             head_kv = self.head_kv(tile)
             n_block = tile.last - 1
+            signs = self.signs_of_keys(tile, head_kv)
             for buffer in cutlass.range_constexpr(score_buffers - 1, -1, -1):
                 self.look_up(tile, n_block)
+                self.note(k_state, signs)
                 self.load_k(head_kv, tile.origin_k, n_block * score_buffers + buffer, k_state)
                 k_state.advance()
                 if cutlass.const_expr(buffer == score_buffers - 1):
@@ -107,6 +117,7 @@ class Producer(Untraced):
                     queue.want_next()
                 for buffer in cutlass.range_constexpr(score_buffers - 1, -1, -1):
                     self.look_up(tile, n_block - 1 - i)
+                    self.note(k_state, signs)
                     self.load_k(head_kv, tile.origin_k, (n_block - 1 - i) * score_buffers + buffer, k_state)
                     k_state.advance()
                     self.load_v(head_kv, self.origin_v(tile), (n_block - i) * score_buffers + buffer, v_state)
@@ -119,9 +130,32 @@ class Producer(Untraced):
         for buffer in cutlass.range_constexpr(score_buffers - 1, -1, -1):
             self.load_v(v_head, v_origin, v_block * score_buffers + buffer, v_state)
             v_state.advance()
-        # shared memory must outlive the consumers' last arrivals
-        self.pipes.k.producer_tail(k_state)
-        self.pipes.v.producer_tail(v_state)
+        if cutlass.const_expr(self.notes is not None):
+            self.note(k_state, Int32(NO_TILE))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(self.pipes.k.producer_get_barrier(k_state))
+        else:
+            # shared memory must outlive the consumers' last arrivals
+            self.pipes.k.producer_tail(k_state)
+            self.pipes.v.producer_tail(v_state)
+
+    # ---------------------------------------------------------------- notes for warps that convert
+
+    def signs_of_keys(self, tile, head_kv: Int32) -> Int32 | None:
+        """`SIGNS` if K's descale of the tile's head is negative, else 0."""
+        if self.notes is None:
+            return None
+        if self.descales is None:
+            return Int32(0)
+        return select(self.descales.k[tile.origin_k, head_kv, 0] < 0.0, Int32(SIGNS), Int32(0))
+
+    @cute.jit
+    def note(self, k_state, word: Int32 | None):
+        """Leave a note for who reads the buffer of K that is filled next. The arrival of its load publishes it."""
+        if cutlass.const_expr(self.notes is not None):
+            self.pipes.k.sync_object_empty.wait(k_state.index, k_state.phase)
+            with cute.arch.elect_one():
+                self.notes[k_state.index] = word
 
     # ---------------------------------------------------------------- single loads, by one warp
 

@@ -17,6 +17,7 @@ from ...blocks.repair.rows import soft_cap
 from ...blocks.softmax import mask, scaled
 from ...blocks.softmax.dropout import drop_packed
 from ...blocks.softmax.modifiers import Block, Place, place_of
+from ...blocks.softmax.online import Scores
 from .gemms import WarpgroupGemms
 from .tile import Tile
 
@@ -52,12 +53,33 @@ class WarpgroupScores(WarpgroupGemms):
         if cutlass.const_expr(self.descales is not None):
             self.load_row_scales(tile)
             self.key_scales.load(*self.head_scales(tile), tile.last - 1)
+        if cutlass.const_expr(self.cache_descales is not None):
+            scales = self.scales_with(self.head_descales(tile)[0])
+            self.head_scale[0] = scales.scale_log2 if scales.tanh_scale is None else scales.tanh_scale
         if cutlass.const_expr(self.slope is not None):
             self.slope[0] = self.modifiers.slope(self.place(tile))
         if cutlass.const_expr(self.intervals is not None):
             for r in cutlass.range_constexpr(2):
                 row, _, _ = self.row_of(tile, self.row_in_tile + 8 * r)
                 self.intervals[r, 0], self.intervals[r, 1] = self.modifiers.interval(self.place(tile), row)
+
+    def head_descales(self, tile: Tile) -> tuple:
+        """The magnitude of K's descale of a tile's head of an e4m3 cache, and V's descale.
+
+        K's is part of the scale of the scores. Its sign, if it is negative, comes with the converted K.
+        """
+        head_kv = tile.head // self.kernel.tile_heads_per_kvhead
+        k, v = (t[tile.origin_k, head_kv, 0] for t in (self.cache_descales.k, self.cache_descales.v))
+        return cute.arch.fmax(k, -k), v
+
+    def scales_with(self, k_descale: Float32 | None) -> Scores:
+        """The scales of scores, with K's descale if there is one."""
+        scale_log2, tanh_scale = self.scores
+        if k_descale is None:
+            return self.scores
+        if tanh_scale is None:
+            return Scores(scale_log2 * k_descale, None)
+        return Scores(scale_log2, tanh_scale * k_descale)
 
     @cute.jit
     def pack_p(self, buffer: cutlass.Constexpr[int]):
@@ -87,9 +109,11 @@ class WarpgroupScores(WarpgroupGemms):
             if cutlass.const_expr(self.scores.tanh_scale is not None):
                 self.softmax.soft_cap(self.s[buffer])
         elif cutlass.const_expr(self.scores.tanh_scale is not None):
-            acc_s = self.acc_s[buffer]
+            acc_s, tanh_scale = self.acc_s[buffer], self.scores.tanh_scale
+            if cutlass.const_expr(self.cache_descales is not None):
+                tanh_scale = self.head_scale[0]
             for i in cutlass.range_constexpr(cute.size(acc_s)):
-                acc_s[i] = soft_cap(acc_s[i], self.scores.tanh_scale)
+                acc_s[i] = soft_cap(acc_s[i], tanh_scale)
         if cutlass.const_expr(self.modifiers is not None and self.modifiers.adds_terms):
             self.modifiers.add_terms(self.s[buffer], self.block_of(tile, n_block, buffer))
 

@@ -14,9 +14,11 @@ from .....geometry.block_range import key_range
 from .....geometry.integers import maximum, minimum
 from ...blocks.memory import epilogue
 from ...blocks.memory.warp import broadcast
+from ...blocks.repair import e4m3_rows
 from ...blocks.repair import rows as repair_rows
 from ...blocks.repair.rows import VECTOR_BYTES
 from ...blocks.softmax import scaled
+from ...blocks.softmax.cache_scales import SignOfKeys
 from ...blocks.softmax.online import finish
 from ...blocks.tiles.paged import PagedRows
 from .scores import WarpgroupScores
@@ -35,6 +37,9 @@ class Warpgroup(WarpgroupScores):
     def store(self, tile: Tile):
         """Write out = O / row_sum and lse of a finished tile; O is free afterwards."""
         weights = cute.make_rmem_tensor((2,), Float32)
+        k_descale = v_descale = None
+        if cutlass.const_expr(self.cache_descales is not None):
+            k_descale, v_descale = self.head_descales(tile)
         at_head = self.kernel.at_head
         rows = [self.row_of(tile, self.row_in_tile + 8 * r) for r in range(2)]
         is_row = [exists for _, _, exists in rows]
@@ -43,9 +48,11 @@ class Warpgroup(WarpgroupScores):
             sink = None
             if cutlass.const_expr(self.sinks is not None):
                 sink = self.sinks.at_row(head, tile.origin_q)
-            weight, lse = self.finish(self.done_max[r], self.done_sum[r], sink)
+            weight, lse = self.finish(self.done_max[r], self.done_sum[r], sink, k_descale)
             if cutlass.const_expr(self.modifiers is not None and self.modifiers.drops):
                 weight = weight * self.modifiers.tensors.keep_scale
+            if cutlass.const_expr(v_descale is not None):
+                weight = weight * v_descale
             weights[r] = weight
             mLSE = at_head(self.mLSE, self.mLSE, head, tile.origin_out)[None, 0]
             epilogue.store_lse(lse, mLSE, position, is_row[r], self.lane_in_quad)
@@ -64,7 +71,7 @@ class Warpgroup(WarpgroupScores):
         elif cutlass.const_expr(self.sources is not None):
             if repair_rows.has_nan(self.o, is_row[0]):
                 cute.arch.sync_warp()
-                self.recompute(tile, weights)
+                self.recompute(tile, weights, k_descale)
 
     @cute.jit
     def store_absent_splits(self, tile: Tile, mLSE: cute.Tensor, position: Int32, is_row: Boolean):
@@ -73,9 +80,9 @@ class Warpgroup(WarpgroupScores):
         for split in cutlass.range(tile.num_splits, num_splits, unroll=1):
             epilogue.store_lse(-Float32.inf, mLSE, position + split * total_q, is_row, self.lane_in_quad)
 
-    def finish(self, row_max, row_sum, sink) -> tuple:
+    def finish(self, row_max, row_sum, sink, k_descale) -> tuple:
         if self.descales is None:
-            return finish(row_max, row_sum, self.scores.scale_log2, sink)
+            return finish(row_max, row_sum, self.scales_with(k_descale).scale_log2, sink)
         finish_scaled = scaled.finish if self.kernel.is_fp8 else scaled.finish_exactly
         return finish_scaled(row_max, row_sum, self.softmax.exponent, sink)
 
@@ -86,7 +93,7 @@ class Warpgroup(WarpgroupScores):
         return key_range(position, position + 1, *tile.geometry)
 
     @cute.jit
-    def recompute(self, tile: Tile, weights: cute.Tensor):
+    def recompute(self, tile: Tile, weights: cute.Tensor, k_descale: Float32 | None):
         """Compute every row of this warp again from its visible keys alone.
 
         V of a hidden key may have brought a NaN (0 * NaN).
@@ -112,13 +119,18 @@ class Warpgroup(WarpgroupScores):
                 low, high = self.keys_of_row(tile, position)
                 if cutlass.const_expr(self.kernel.is_split):
                     low, high = maximum(low, tile.first * self.tile_n), minimum(high, tile.last * self.tile_n)
-                scales = (self.scores.scale_log2, self.scores.tanh_scale)
+                scales = self.scales_with(k_descale)
                 pairs = None
                 if cutlass.const_expr(self.modifiers is not None):
                     pairs = self.modifiers.pairs_of_query(self.place(tile), position)
-                repair_rows.recompute_row(
-                    mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight, pairs=pairs
-                )
+                row = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight)
+                if cutlass.const_expr(self.kernel.converts):
+                    signs = None
+                    if cutlass.const_expr(self.cache_descales is not None):
+                        signs = SignOfKeys(self.cache_descales.k[tile.origin_k, head_kv, 0])
+                    e4m3_rows.recompute_row(*row, signs, pairs)
+                else:
+                    repair_rows.recompute_row(*row, pairs=pairs)
 
     @cute.jit
     def repair_tile(self, tile: Tile):
