@@ -7,6 +7,7 @@ forward/gemms.py        a consumer warpgroup's registers and GEMMs
 forward/scores.py       its scores: scales, softcap, mask, P
 forward/warpgroup.py    its finished rows: storing, repair
 forward/transposer.py   warps that transpose V of e4m3
+forward/converter.py    warps that bring K and V of an e4m3 cache to 16 bits
 forward/tile.py         what all roles share
 backward/kernel.py      the gradients: set-up, roles; read this one before the others
 backward/consumer.py    a consumer warpgroup of the backward; wide.py for head_dim above 128
