@@ -264,6 +264,8 @@ def test_work_of_packed_queries():
         batch.flops == 4 * pairs * 4 * 16 == flops(decode_case(1, 5, 4, 2, 16, 3)) + flops(decode_case(1, 8, 4, 2, 16))
     )
     assert batch.bytes == 2 * 16 * (2 * 13 * 2 + 2 * 4 * 4) + 4 * 4 * 4  # K and V, q and out, lse
+    assert batch.bytes_of("onepass page 16") == batch.bytes
+    assert batch.bytes_of("onepass e4m3 page 16") == batch.bytes - 16 * 2 * 13 * 2
 
 
 def test_suite_of_packed_queries(monkeypatch, tmp_path, capsys):
@@ -281,7 +283,7 @@ def test_suite_of_packed_queries(monkeypatch, tmp_path, capsys):
     ticks = iter(range(1, 10**6))
     for module, name, value in (
         (decode_packed, "DEVICE", "cpu"),
-        (decode_packed, "CASES", [batch]),
+        (decode_packed, "PROMPTS", [batch]),
         (decode_packed, "CHECKED", ((1, 30, 2), (90, 31, 1))),
         (decode_packed, "onepass_run", run),
         (decode_packed, "CudaSampler", lambda calls, sample_ms: _Sampler(calls, ticks)),
@@ -301,13 +303,15 @@ def test_suite_of_packed_queries(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(module, name, value, raising=False)
     decode_launch_sm90.prepare.cache_clear()
     path = tmp_path / "r.json"
-    assert decode_packed.main(["--seconds", "0", "--out", str(path)]) == 0
+    assert decode_packed.main(["--seconds", "0", "--prompts", "--e4m3", "--out", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "check: 4 of 6 passed" in text
+    assert "check: 7 of 9 passed" in text
     assert "FAIL fa3 page 16" in text
     (row,) = json.loads(path.read_text())["rows"]
     assert row["failed"] == {}
     entry = row["contenders"]["onepass page 64"]
     assert entry["speed_over_fa3"] == pytest.approx(1.0, abs=0.01)
     assert entry["tflops"] == pytest.approx(batch.flops / entry["median_ms"] / 1e9)
+    entry = row["contenders"]["onepass e4m3 page 64"]
+    assert entry["tb_per_s"] == pytest.approx(batch.bytes_of("onepass e4m3") / entry["median_ms"] / 1e9)
     decode_launch_sm90.prepare.cache_clear()

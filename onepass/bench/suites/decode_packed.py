@@ -2,13 +2,15 @@
 
     python -m onepass.bench.suites.decode_packed                                        # check, then all cases
     python -m onepass.bench.suites.decode_packed --variants "dynamic_tiles=False; pack_gqa=False; num_warpgroups=3"
+    python -m onepass.bench.suites.decode_packed --prompts --e4m3                       # prompts, also over e4m3 caches
 
 A case is a batch as an engine with continuous batching makes it, see CASES. Contenders take turns: onepass over a dense
 cache and over pages of 16 and 64 keys at random places, and FlashAttention-3's flash_attn_with_kvcache with
 cu_seqlens_q over the same caches ("fa3 .."). Times are those of replayed CUDA graphs; TFLOP/s counts visible pairs,
 TB/s K and V of every sequence once, q, out and lse. Ratios are to fa3 over the same cache. Variants are fields of
-`ForwardConfigSm90` (for the Hopper forward), num_splits, and hint=false for a call without max_seqlen_q. The results go
-to --out as JSON after every case.
+`ForwardConfigSm90` (for the Hopper forward), num_splits, and hint=false for a call without max_seqlen_q. With --e4m3
+onepass also reads the same caches rounded to e4m3, and is compared with attention over the rounded values. The results
+go to --out as JSON after every case.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from . import grid
 
 DEVICE = "cuda"
 PAGE_SIZES = (None, 16, 64)
+E4M3 = "onepass e4m3"
 CHECKED = (1, 300, 2, 1, 40), (2048, 301, 1000, 1, 1499)  # queries and keys of the sequences of the check
 
 
@@ -77,6 +80,11 @@ class Batch(NamedTuple):
     def bytes(self) -> int:
         return sum(map(bytes_moved, self.sequences))
 
+    def bytes_of(self, name: str) -> int:
+        """The bytes that a contender moves: from an e4m3 cache one for each element of K and V, not two."""
+        elements = 2 * sum(self.keys) * self.heads[1] * self.head_dim
+        return self.bytes - (elements if name.startswith(E4M3) else 0)
+
 
 def _batches() -> list[Batch]:
     singles = (1,) * 63
@@ -102,12 +110,21 @@ def _batches() -> list[Batch]:
     return found
 
 
+def _prompts() -> list[Batch]:
+    found = []
+    for head_dim in (128, 64):
+        found += [Batch(f"a prompt of {n}", (n,), (n,), (32, 8), head_dim) for n in (2048, 8192, 32768)]
+        found += [Batch(f"a chunk of {n} of 32768", (n,), (32768,), (32, 8), head_dim) for n in (512, 2048)]
+        found.append(Batch("4 prompts of 2048", (2048,) * 4, (2048,) * 4, (32, 8), head_dim))
+    return found
+
+
 def spread(count: int) -> tuple[int, ...]:
     """Lengths from 1024 to 16384 in no order."""
     return tuple(1024 + 15360 * (b * 29 % count) // (count - 1) for b in range(count))
 
 
-CASES = _batches()
+CASES, PROMPTS = _batches(), _prompts()
 
 
 class Step(NamedTuple):
@@ -146,6 +163,13 @@ def make_step(batch: Batch, page_size: int | None, seed: int) -> Step:
     k, v = (normal(*rows, heads_kv, batch.head_dim) for _ in range(2))
     ends = integers([0, *itertools.accumulate(batch.queries)])
     return Step(q, k, v, integers(batch.keys), ends, table, max(batch.queries))
+
+
+def rounded(step: Step, *dtypes: torch.dtype) -> Step:
+    """The step with caches that are rounded to these dtypes, one after the other."""
+    for dtype in dtypes:
+        step = step._replace(k_cache=step.k_cache.to(dtype), v_cache=step.v_cache.to(dtype))
+    return step
 
 
 def onepass_run(step: Step) -> Tensor:
@@ -189,6 +213,8 @@ def contenders(args: argparse.Namespace) -> dict[str, tuple[Callable[[Step], Ten
         found["onepass" + suffix] = onepass_run, size
         if args.fa3 is not None:
             found["fa3" + suffix] = functools.partial(fa3_run, args.fa3), size
+        if args.e4m3:
+            found[E4M3 + suffix] = onepass_run, size
     for changes in grid.split_variants(args.variants):
         found[changes] = functools.partial(variant_run, changes), None
     return found
@@ -216,12 +242,14 @@ def run_check(args: argparse.Namespace, cases: Sequence[Batch]) -> bool:
     for heads, head_dim in dict.fromkeys((case.heads, case.head_dim) for case in cases):
         small = Batch("check", *CHECKED, heads, head_dim)
         for name, (run, page_size) in contenders(args).items():
-            step = make_step(small, page_size, seed)
+            step = given = make_step(small, page_size, seed)
+            if name.startswith(E4M3):
+                given, step = (rounded(step, torch.float8_e4m3fn, *more) for more in ((), (torch.bfloat16,)))
             tried += 1
             factor = PEER_FACTOR if name.startswith("fa3") else OUT_FACTOR
             try:
                 row = compare(
-                    "out", run(step), in_pytorch(step, torch.float64), in_pytorch(step, torch.bfloat16), factor
+                    "out", run(given), in_pytorch(step, torch.float64), in_pytorch(step, torch.bfloat16), factor
                 )
                 message = "" if row.ok else str(row)
             except Exception as error:
@@ -239,6 +267,8 @@ def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> Ro
     copies = max(1, min(bench.MOST_COPIES, math.ceil(bench.L2_TIMES * about["l2_bytes"] / batch.bytes)))
     for name, (run, page_size) in contenders(args).items():
         steps = [make_step(batch, page_size, seed) for seed in range(copies)]
+        if name.startswith(E4M3):
+            steps = [rounded(step, torch.float8_e4m3fn) for step in steps]
         try:
             samplers[name] = CudaSampler([functools.partial(run, step) for step in steps], 2.5)
         except Exception as error:
@@ -248,7 +278,7 @@ def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> Ro
     rows: Row = {}
     for name, ms in samples.ms.items():
         peer = "fa3" + "".join(re.findall(r" page \d+", name))
-        times = bench.times(samples, name, batch.bytes, about["copy_tb_per_s"])
+        times = bench.times(samples, name, batch.bytes_of(name), about["copy_tb_per_s"])
         rows[name] = times | {
             "tflops": batch.flops / times["median_ms"] / 1e9,
             "speed_over_fa3": samples.speed_ratio(name, peer).median if peer in samples.ms else None,
@@ -271,13 +301,16 @@ def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> Ro
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases in CASES; default: all")
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases in CASES (PROMPTS); default: all")
+    parser.add_argument("--prompts", action="store_true", help="the cases in PROMPTS in place of those in CASES")
+    parser.add_argument("--e4m3", action="store_true", help="also over caches in e4m3")
     parser.add_argument("--variants", help='such as "name=value,name=value", several separated by ;')
     parser.add_argument("--seconds", type=float, default=0.05, help="seconds of timing for each contender")
     parser.add_argument("--no-check", action="store_true", help="do not check the results")
     grid.add_out(parser, "decode-packed.json")
     args = parser.parse_args(argv)
-    cases = CASES if args.cases is None else [CASES[n] for n in args.cases]
+    cases = PROMPTS if args.prompts else CASES
+    cases = cases if args.cases is None else [cases[n] for n in args.cases]
     try:
         args.fa3 = bench._flash_attention_3()
     except ImportError as error:
