@@ -277,8 +277,10 @@ def test_suite_of_packed_queries(monkeypatch, tmp_path, capsys):
         return out if page_table is None else 2 * out
 
     def run(step):
+        read.append(step.k_cache.dtype)
         return onepass.attention_decode(**step._asdict(), backend="tiled")
 
+    read = []
     batch = decode_packed.Batch("small", (3, 1, 2), (64, 128, 16), (4, 2), 64)
     ticks = iter(range(1, 10**6))
     for module, name, value in (
@@ -306,6 +308,7 @@ def test_suite_of_packed_queries(monkeypatch, tmp_path, capsys):
     assert decode_packed.main(["--seconds", "0", "--prompts", "--e4m3", "--out", str(path)]) == 0
     text = capsys.readouterr().out
     assert "check: 7 of 9 passed" in text
+    assert read[:6] == 3 * [torch.bfloat16, torch.float8_e4m3fn]  # by the check, of a dense cache and of pages
     assert "FAIL fa3 page 16" in text
     (row,) = json.loads(path.read_text())["rows"]
     assert row["failed"] == {}
