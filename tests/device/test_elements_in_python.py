@@ -100,6 +100,7 @@ def device(monkeypatch):
 
     monkeypatch.setattr(modifiers, "add_one_to_global", add_one_to_global)
     monkeypatch.setattr(modifiers, "philox", philox_of_words)
+    monkeypatch.setattr(modifiers, "philox_keys", lambda key: [key])  # those of all rounds follow from the first one
     for module in modules.values():
         for name, stand_in in {
             "cutlass": language,
@@ -113,9 +114,11 @@ def device(monkeypatch):
     return SimpleNamespace(**modules)
 
 
-def philox_of_words(counter, key):
+def philox_of_words(counter, keys):
     """The generator of a kernel, which takes and gives words as int32."""
-    words = philox.philox(*(tuple(torch.tensor(word) & philox.MASK32 for word in words) for words in (counter, key)))
+    words = philox.philox(
+        *(tuple(torch.tensor(word) & philox.MASK32 for word in words) for words in (counter, keys[0]))
+    )
     return [word.item() for word in words]
 
 

@@ -87,7 +87,7 @@ DECODE_E4M3 = (*LOOKUPS, "tests/device/test_e4m3.py", "tests/device/test_decode_
 QUANTIZE = ("tests/device/test_quantize_values.py",)
 MODIFIED = ("tests/tiled/test_tiled_modifiers.py",)
 FLASH_ATTN = (
-    "tests/compat/test_arguments.py",
+    "tests/compat/test_entry_points.py",
     "tests/compat/test_flash_attn.py",
     "tests/compat/test_flash_attn_options.py",
     "tests/compat/test_flash_attn_3.py",
