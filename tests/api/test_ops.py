@@ -1,6 +1,7 @@
 """The torch operators: schema, fakes, autograd, compile, functorch and autocast; and the cost of the import."""
 
 import dataclasses
+import threading
 
 import fresh_process
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import onepass
 from onepass.dispatch import backends
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.tiled import scratch
 
 INT32 = torch.int32
 
@@ -262,9 +264,14 @@ def test_inference_mode_and_default_dtype():
         assert torch.equal(onepass.attention(q, k, v), expected)
     finally:
         torch.set_default_dtype(previous)
-    # workspace that was allocated in inference mode must work under autograd afterwards
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    onepass.attention(*leaves).sum().backward()
+
+
+def test_workspace_of_inference_mode_serves_a_training_step(monkeypatch):
+    monkeypatch.setattr(scratch, "_kept", threading.local())  # so that none outlives an earlier call
+    leaves = qkv(1, 9, requires_grad=True)
+    with torch.inference_mode():
+        onepass.attention(*leaves, backend="tiled")
+    onepass.attention(*leaves, backend="tiled").sum().backward()
     assert leaves[0].grad is not None
 
 

@@ -1,5 +1,6 @@
 """Options that the backend `cpu` hands to torch's operators as masks; random calls are in tests/tiled."""
 
+import importlib
 import itertools
 import math
 
@@ -108,6 +109,19 @@ def test_long_gradients_in_16_bits(count):
     call = Call(tensors(300, 2500, torch.bfloat16, (1, 1), batch=1), {"window": (2400, 3)})
     call.check(with_floor=True, through_lse=False)
     assert count["_backward"] == [4, 0]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_by_chunks(name, count, monkeypatch):
+    for module, size in (("masks", "ROWS"), ("backward", "CHUNK")):
+        monkeypatch.setattr(importlib.import_module(f"onepass.cpu.{module}"), size, 16)
+    leaves = [t.requires_grad_() for t in tensors(40, 40, torch.bfloat16).values()]
+    options, results = OPTIONS[name](40, 40), []
+    for backend in ("cpu", "tiled"):
+        out = onepass.attention(*leaves, **options, backend=backend)
+        results.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.05)
+    assert sum(count["_backward"]) > 1
 
 
 def test_gradients_of_terms_are_computed_by_tiled(count):

@@ -1,6 +1,7 @@
 """Values of every option against the float64 oracle, forward and backward, within the data's own budget."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -147,14 +148,22 @@ def test_long_sequences_use_the_fixed_reference_in_the_backward_pass():
         Call(tensors, {"causal": True, "sinks": torch.tensor([1.0, -1.0])}).check(with_floor=True)
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"window": (20, 0)}, {"window": (30, 30), "softcap": 200.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"window": (20, 0)},
+        {"window": (30, 30), "softcap": 200.0},
+        {"window": (30, 30), "softmax_scale": -0.35},
+    ],
+)
 def test_a_hidden_score_may_overflow(options):
     """exp of a score that no row sees is infinite; all visible scores are small."""
     tensors = make(batch=1, seqlen_q=300, seqlen_k=300, heads_q=2, heads_kv=1, head_dim=8)
     tensors["q"][:, :200, :, 0] = 6.0
     tensors["q"][:, 200:, :, 0] = 0.0
     tensors["k"][..., 0] = 0.0
-    tensors["k"][:, 270:, :, 0] = 80.0
+    tensors["k"][:, 270:, :, 0] = math.copysign(80.0, options.get("softmax_scale", 1.0))
     Call(tensors, options).check(with_floor=True)
 
 
