@@ -234,6 +234,7 @@ def test_module_with_offsets_in_a_tensor():
     [
         (lambda x: apply_rotary_emb(x[0], COS, SIN), "x: expected 4 dimensions"),
         (lambda x: apply_rotary_emb(x, COS[:4], SIN[:4]), "cos: expected a row for each of the 5 positions, got 4"),
+        (lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=8), "cos: expected a row for each of the 13 positions"),
         (lambda x: apply_rotary_emb(x, COS, SIN[:4]), r"sin: expected shape \(12, 3\) like cos, got \(4, 3\)"),
         (lambda x: apply_rotary_emb(x[..., :4], COS, SIN), "cos: expected shape .* rotary_dim up to 4"),
         (lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=-1), "seqlen_offsets: expected an int from 0 on"),

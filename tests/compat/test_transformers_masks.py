@@ -88,8 +88,8 @@ def test_a_model_that_writes_to_its_mask_is_refused(write):
 
 def test_keys_that_an_indexer_chooses():
     q, k = torch.randn(2, 4, 4, 8), torch.randn(2, 2, 4, 8)
-    indices = torch.tensor([[0, 3], [0, -1], [1, 2], [3, 0]]).expand(2, 4, 2)
-    chosen = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]).bool()  # and not in the future
+    indices = torch.tensor([[0, 3], [1, -1], [1, 2], [3, 0]]).expand(2, 4, 2)
+    chosen = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]).bool()  # and not in the future
     expected = attention_forward(Layer(), q, k, k, chosen[None, None])[0]
     bool_mask = torch.ones(4, 4).tril().bool()[None, None]
     for mask in (causal_mask(), causal_mask().clone(), bool_mask):
