@@ -379,6 +379,11 @@ def test_a_block_around_a_compiled_function(ran, function):
             compiled()
     compiled()
     assert ran == ["sm90", "tiled", "sm80", "sm80", "sm90", "sm90"]
+    use_backend("tiled")
+    compiled()
+    with use_backend(None):
+        compiled()
+    assert ran[6:] == ["tiled", "sm90"]
 
 
 def test_a_block_around_a_compiled_function_that_cannot_run():

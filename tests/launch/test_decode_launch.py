@@ -1,6 +1,7 @@
 """The arguments that attention_decode passes to its kernels, which are replaced by recorders."""
 
 import importlib.util
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -309,6 +310,17 @@ def test_without_keys_nothing_is_launched(launched, changes, has_sinks, is_packe
     assert torch.equal(lse, expected)
     assert launched == []
     assert module.compile_requests(asked, inputs, inputs.q.device) == []
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_halves_are_exchanged_by_whole_vectors(interleaved):
+    for columns in range(1, 33):
+        tables = {f"rotary_{name}": torch.zeros(100, columns) for name in ("cos", "sin")}
+        inputs = inputs_of(has_new=True)._replace(**tables)
+        problem = check_decode(inputs, **OPTIONS | {"rotary_interleaved": interleaved})
+        arguments = append_launch.append_arguments(problem, inputs, inputs.q)
+        width = 16 if interleaved else math.gcd(16, columns * inputs.q.itemsize)
+        assert append_launch.AppendKey.of(problem, inputs, arguments).vector_bytes == width
 
 
 @pytest.mark.parametrize("module", [decode_launch, decode_launch_sm90])
