@@ -15,6 +15,7 @@ what independent errors of the elements would do to it.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -255,6 +256,9 @@ FP8_CUT = 2.0**-12
 FP8_DEVIATIONS = 4.0
 # By how much a block of rows may be off in scale beside its noise: sums of P V in two levels lose up to 0.35 %.
 FP8_SCALE_BAR = 1e-2
+# The least and the largest quotient of a P that is computed by integers (p_codes of ForwardConfigSm90) and the exact P.
+# The code u of P = 2^k (1 + m / 8) stands for all P with 8 log2(P) + 0.035 from u to u + 1.
+P_OF_CODES = 2 ** -((1 - 0.035) / 8), max((1 + m / 8) / 2 ** ((m - 0.035) / 8) for m in range(8))
 FP32_LSE = 2e-4  # exponentials, sums and the logarithm in float32, with fast instructions
 
 
@@ -267,6 +271,7 @@ def fp8_budget(
     short_sums: bool = False,
     v_scale: Tensor | None = None,
     p_exponent: int = 8,
+    p_codes: bool = False,
     **options: Any,
 ) -> FP8Budget:
     """The budget of an FP8 call: what rounding P to e4m3 does, and with short_sums what tensor cores of Hopper add.
@@ -274,6 +279,11 @@ def fp8_budget(
     A probability is rounded by at most 2^-4 of itself, or below e4m3's normal numbers by 2^-10 where its row's largest
     is 2^p_exponent, both before its product with v. (The running row max that P refers to is at most the final one.)
     With v_scale, P is multiplied with it, too, and then with v / v_scale.
+
+    P by integers: each P has a factor between the two of `P_OF_CODES`, a and b, and in the sum of the row as well. So
+    with weights f p, and with any constant c, out is off by sum((f - c) p (v - out)) / sum(f p). For c in the middle
+    this is at most (b - a) / (2 a) times sum(p |v - out|). In the sum of the row, p of less than 2^-14 has up to
+    2^-13 of error. lse is off by log(b) or -log(a), if all keys have the same factor.
 
     Short sums: for e4m3 operands these tensor cores align 32 products and the accumulator with the largest of them and
     cut what is more than 13 bits below (MMA-Sim, arXiv:2511.10909; see tensor_cores.py). So each step of 32 columns
@@ -285,6 +295,8 @@ def fp8_budget(
     Args:
         q, k, v: dequantized, dense, with the columns of q and k in the order in which they are summed.
         v_scale: the scale of each row of v that the kernel has in P: (batch, seqlen_k, num_heads_kv, 1) or ().
+        p_exponent: see above.
+        p_codes: whether P is computed by integers.
         options: the options of `attention`.
     """
     oracle = reference.attention(q, k, v, **options)
@@ -300,16 +312,26 @@ def fp8_budget(
     scale = torch.ones(1, dtype=torch.float64, device=v.device) if v_scale is None else v_scale.double()
     scale = scale.expand(batch, seqlen_k, heads_kv, 1).repeat_interleave(group, 2).transpose(1, 2)  # (.., keys, 1)
     smallest = (p * scale.mT).amax(-1, keepdim=True) * 2.0 ** (-10 - p_exponent)
-    error = (p * 2.0**-4) @ v + smallest * (v / scale).sum(2, keepdim=True).amax(-1, keepdim=True)
+    lse = torch.zeros_like(oracle.lse)
+    relative, of_smallest = 2.0**-4, (v / scale).sum(2, keepdim=True).amax(-1, keepdim=True)
+    error = (p * relative) @ v + smallest * of_smallest
+    if p_codes:
+        out, (least, largest) = oracle.out.transpose(1, 2), P_OF_CODES
+        relative = (largest - least) / 2
+        in_sum = smallest / 8 * (1 / scale).sum(2, keepdim=True)
+        error = (relative * (p @ v + out.abs()) + smallest * 1.125 * of_smallest + in_sum * out.abs()) / least
+        with_out = with_out - out.square().sum(-1, keepdim=True)
+        lse = lse - math.log(least) + in_sum[..., 0] / least
+    lost = torch.zeros_like(error)
     # each rounding of P is uniform in its bounds: a root of 3 below them
-    step = (p * 2.0**-4).maximum(smallest / scale.mT)
+    step = (p * relative).maximum(smallest / scale.mT)
     row_floor = FP8_DEVIATIONS * 3**-0.5 * (step * with_out).square().sum(-1).sqrt()
-    lse, lost = torch.zeros_like(oracle.lse), torch.zeros_like(error)
     if short_sums:
         softmax_scale = abs(options.get("softmax_scale") or head_dim**-0.5)
         cut = softmax_scale * _cut_scores(q, k.repeat_interleave(group, 2))
-        lse = (p * cut).sum(-1)
-        lost = (p * (cut + lse[..., None])) @ v
+        moved = (p * cut).sum(-1)
+        lse = lse + moved
+        lost = (p * (cut + moved[..., None])) @ v
         error = error + lost
     rounding = torch.finfo(out_dtype).eps * oracle.out.abs() + 1e-5 * (v.amax() if v.numel() else 1.0)
     return FP8Budget(

@@ -23,18 +23,13 @@ from onepass.problem import Mask, Quantization
 from onepass.quantization import dequantize
 
 CAUSAL = Mask(None, 0)
-# head_dim, whether the mask is causal, row of the table
-SHIPPED = [
-    (head_dim, is_causal, number)
-    for head_dim, rows in heuristics.FORWARD_FP8.items()
-    for number, row in enumerate(rows)
-    for is_causal in ((False, True) if row.causal is None else (row.causal,))
+# head_dim, whether the mask is causal, queries up to which the kernel transposes V
+TRANSPOSING = [
+    (head_dim, is_causal, queries)
+    for head_dim, most in heuristics.TRANSPOSED_QUERIES.items()
+    for is_causal, queries in enumerate(most)
+    if queries
 ]
-
-# Rows of head_dim 64 whose warpgroups lack the registers for two levels of sums once warps of the producer transpose V:
-# ptxas serializes their GEMMs. The values are right, the kernel is slower than it has to be. Dense causal calls of 2048
-# to 4096 queries and dense ones of up to 1024 queries with more keys run such a kernel.
-SERIALIZED = [(64, False, 1), (64, True, 3)]
 
 
 def asked(head_dim, head_dim_v, out_dtype=torch.bfloat16, **options):
@@ -89,17 +84,13 @@ def test_machine_code(question, keys_last):
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 @pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed")
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("row", SHIPPED, ids=str)
-def test_machine_code_of_warps_that_transpose(request, row, is_packed):
-    """A producer's registers are enough for the warps that transpose, with every configuration of the table."""
-    if row in SERIALIZED and not is_packed:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="GEMMs are serialized"))
-    head_dim, is_causal, number = row
-    seqlen = min(heuristics.FORWARD_FP8[head_dim][number].up_to, 16384)
+@pytest.mark.parametrize("case", TRANSPOSING, ids=str)
+def test_machine_code_of_warps_that_transpose(case, is_packed):
+    """The registers are enough for the warps that transpose, and for those beside them."""
+    head_dim, is_causal, seqlen = case
     question = asked(head_dim, head_dim, mask=CAUSAL if is_causal else Mask(), is_packed=is_packed, seqlen=seqlen)
     config = heuristics.forward_config_sm90(question)
-    config = replace(config, transposes_v=True, cluster_size=1, dynamic_tiles=config.dynamic_tiles or is_packed)
-    config.check(question)
+    assert config.transposes_v
     code = machine_code.read(launch.ARCH, functools.partial(launch.trace, question, config))
     assert (code.serialized, code.spills_in_gemms) == ("", 0)
     # three warpgroups of head_dim 128 hold O, and S or P V, in 128 of 160 registers: a step spills up to two values

@@ -11,6 +11,7 @@ import torch
 
 from onepass.ops import quantize
 from onepass.quantization import codec
+from onepass.testing.budget import P_OF_CODES
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
@@ -77,9 +78,16 @@ def cases():
         "apart": Softmax(64, 4, (3,), 0.8, apart=True),
         "sink": Softmax(64, 5, (4,), 0.8, has_sink=True),
         "softcap": Softmax(64, 5, (4,), 0.8, has_softcap=True),
+        "codes": Softmax(128, 3, (2,), 2.8, p_codes=True),
+        "codes n96": Softmax(96, 4, (), 3.8, p_codes=True),
+        "codes every step": Softmax(128, 3, (2,), 0.0, p_codes=True),
+        "codes apart": Softmax(64, 4, (3,), 0.8, apart=True, p_codes=True),
+        "codes sink": Softmax(64, 5, (4,), 2.8, has_sink=True, p_codes=True),
+        "codes softcap": Softmax(64, 5, (4,), 2.8, has_softcap=True, p_codes=True),
     }
 
 
+CODES = ["codes", "codes n96", "codes every step", "codes apart", "codes sink", "codes softcap"]
 NAMES = ["pages of n128", "pages of n96", "n128", "n128 every step", "n192", "n96", "n32", "apart", "sink", "softcap"]
 
 
@@ -92,7 +100,7 @@ NAMES = ["pages of n128", "pages of n96", "n128", "n128 every step", "n192", "n9
         pytest.param(-3.0, id="all below 0"),
     ],
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + CODES)
 def test_values(name, spread):
     from fp8_softmax import SCALE_LOG2, SINK, TANH_SCALE
 
@@ -126,9 +134,17 @@ def test_values(name, spread):
     expected_lse = (largest[:, 0] + np.log2(total)) * np.log(2)
     probabilities = np.exp2(y - largest) / total[:, None]
     weighted = v.astype(np.float32) * v_scale[block_of_key]
-    assert np.abs(lse - expected_lse).max() < 1e-5 * max(1.0, np.abs(expected_lse).max())
-    allowed = 2e-5 * (probabilities * np.abs(weighted)).sum(1) * max(1.0, np.abs(expected_lse).max())
-    assert (np.abs(out - probabilities @ weighted) <= allowed + 1e-7).all()
+    expected_out, size = probabilities @ weighted, (probabilities * np.abs(weighted)).sum(1)
+    rounding = 1e-5 * max(1.0, np.abs(expected_lse).max())
+    least, largest = P_OF_CODES if softmax.p_codes else (1.0, 1.0)
+    # in the sum of a row p below 2^-14 has up to 2^-13 of error, and e4m3 is rounded by up to 2^-10, of at least 2^5
+    tiny = keys * v_scale.max() / v_scale.min() * 2.0**-18 if softmax.p_codes else 0.0
+    assert (lse - expected_lse >= np.log(least) - tiny - rounding).all()
+    assert (lse - expected_lse <= np.log(largest) + tiny + rounding).all()
+    allowed = (largest - least) / (2 * least) * (size + np.abs(expected_out))
+    if softmax.p_codes:
+        allowed += 2.0**-15 * np.abs(v).sum() * v_scale.max() + tiny * np.abs(expected_out)
+    assert (np.abs(out - expected_out) <= allowed + 2 * rounding * size + 1e-7).all()
 
     # P is packed times its scale, in a reference that lies at most `threshold` below the largest one so far
     exponent = y + np.log2(v_scale[block_of_key])
@@ -137,9 +153,43 @@ def test_values(name, spread):
     reference = np.where(np.isinf(so_far), 0.0, so_far)[..., None]
     at_least = np.exp2(tiles - reference + np.floor(np.log2(448) - softmax.threshold)).reshape(16, keys)
     at_most = at_least * 2.0**softmax.threshold
-    assert (p >= at_least * (1 - 2.0**-4) - 2.0**-10 - 1e-4).all()
-    assert (p <= at_most * (1 + 2.0**-4) + 2.0**-10 + 1e-4).all()
+    assert (p >= at_least * (least if softmax.p_codes else 1 - 2.0**-4) - 2.0**-10 - 1e-4).all()
+    assert (p <= at_most * (largest if softmax.p_codes else 1 + 2.0**-4) + 2.0**-10 + 1e-4).all()
     assert p.max() <= 448
+
+
+@pytest.mark.parametrize("name", ["codes", "codes n96"])
+def test_equal_probabilities_are_exact(name):
+    """Where P is a power of two, the code is exact, and so are out and lse."""
+    softmax = cases()[name]
+    keys = softmax.tile_n * softmax.tiles
+    scales = np.ones(16), np.ones(-(-keys // 64)), np.ones(-(-keys // 64))
+    out, lse, p = run(softmax, np.full((16, keys), 3.0), np.ones(keys), *scales)
+    from fp8_softmax import SCALE_LOG2
+
+    assert (p == 2.0 ** np.floor(np.log2(448) - softmax.threshold)).all()
+    assert np.abs(out - 1).max() < 1e-6
+    assert np.abs(lse - (3 * SCALE_LOG2 * np.log(2) + np.log(keys))).max() < 1e-5
+
+
+def test_codes_of_all_probabilities():
+    """Every P that e4m3 can hold lies between the two quotients that budgets are made of, and both are reached."""
+    from fp8_softmax import SCALE_LOG2
+
+    softmax = cases()["codes"]
+    keys = softmax.tile_n * softmax.tiles
+    # log2(P) from -9 to the largest one, once for each key, in steps of less than 1 / 64
+    log2_p = np.linspace(-9, 6 + softmax.threshold, 16 * keys).reshape(16, keys)
+    log2_p[:, -1] = 6.0  # of the first tile: its row's reference
+    log2_p[:, -softmax.tile_n :] = np.minimum(log2_p[:, -softmax.tile_n :], 6.0)
+    s = ((log2_p - 6.0) / SCALE_LOG2).astype(np.float32)
+    scales = np.ones(16), np.ones(-(-keys // 64)), np.ones(-(-keys // 64))
+    _, _, p = run(softmax, s, np.ones(keys), *scales)
+    is_normal = log2_p >= -5.75  # a smaller one may be rounded from or to e4m3's subnormal numbers
+    quotient = (p / np.exp2(log2_p))[is_normal]
+    assert P_OF_CODES[0] - 1e-4 <= quotient.min() <= P_OF_CODES[0] + 2e-3
+    assert P_OF_CODES[1] - 2e-3 <= quotient.max() <= P_OF_CODES[1] + 1e-4
+    assert (np.abs(p - np.exp2(log2_p))[~is_normal] <= (1 - P_OF_CODES[0]) * 2.0**-5.75 + 2.0**-10).all()
 
 
 @pytest.mark.sampled(quick=1, slow=0)
@@ -180,7 +230,7 @@ def test_keys_behind_the_end_are_cleared(rows, keys):
 
 
 @pytest.mark.parametrize(
-    ("keys", "columns", "ahead"), [(128, 128, 0), (96, 64, 1), (64, 256, 1), (32, 96, 0), (192, 192, 0)]
+    ("keys", "columns", "ahead"), [(128, 128, 0), (96, 64, 1), (64, 256, 3), (32, 96, 0), (192, 192, 3)]
 )
 def test_v_is_transposed(keys, columns, ahead):
     """The warps of transposer.py make of V in shared memory what `fp8.keys_last` makes of the same rows."""

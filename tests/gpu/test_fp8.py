@@ -10,7 +10,7 @@ from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, needs_hopper
 
 import onepass
 from onepass.kernels.config import ForwardConfigSm90, p_exponent
-from onepass.kernels.heuristics.sm90 import LAZY_FP8
+from onepass.kernels.heuristics.sm90 import FP8_OVERLAPPED, LAZY_FP8
 from onepass.ops import quantize
 from onepass.quantization import dequantize, layout
 from onepass.testing import fp8_budget
@@ -24,8 +24,10 @@ def make(seqlen_q, seqlen_k, head_dim, head_dim_v, batch=2, heads=(4, 2), dtype=
     return [torch.randn(batch, *shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
 
 
-def exponent_of_p(config):
-    return p_exponent(LAZY_FP8 if config is None else config.rescale_threshold)
+def rounding_of_p(config):
+    """What a configuration does to P. By default all configurations do the same (tests/device)."""
+    config = FP8_OVERLAPPED if config is None else config
+    return {"p_exponent": p_exponent(config.rescale_threshold), "p_codes": config.p_codes}
 
 
 def check(quantized, **options):
@@ -34,7 +36,7 @@ def check(quantized, **options):
     tensors = dequantized or quantized.dequantize()
     if ON_GPU:
         v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
-        options |= {"short_sums": True, "v_scale": v_scale, "p_exponent": exponent_of_p(tuning)}
+        options |= {"short_sums": True, "v_scale": v_scale} | rounding_of_p(tuning)
     budget = fp8_budget(*tensors, out.dtype, **options)
     is_empty = budget.oracle.lse == -math.inf
     assert torch.equal(lse == -math.inf, is_empty)
@@ -88,6 +90,7 @@ def test_granularities(granularity, dtype):
 
 OPTIONS = {
     "softcap": {"softcap": 5.0},
+    "softcap that all scores reach": {"softcap": 0.01},
     "sinks": {"sinks": torch.linspace(-1.0, 3.0, 4)},
     "seqused_k": {"seqused_k": torch.tensor([333, 17], dtype=torch.int32), "causal": True},
     "few queries": {},
@@ -258,7 +261,7 @@ def test_packed_sequences(head_dim, granularity, keys_last):
                 assert (lse[:, rows] == -math.inf).all()
                 continue
             tensors = clean[0][None, rows], clean[1][None, keys], clean[2][None, keys]
-            kernel_rounding = {"short_sums": True, "v_scale": v_scale[None, keys], "p_exponent": exponent_of_p(None)}
+            kernel_rounding = {"short_sums": True, "v_scale": v_scale[None, keys]} | rounding_of_p(None)
             budget = fp8_budget(*tensors, out.dtype, **mask, **(kernel_rounding if ON_GPU else {}))
             is_empty = budget.oracle.lse == -math.inf
             assert torch.equal(lse[None, :, rows] == -math.inf, is_empty)
@@ -303,6 +306,16 @@ def test_scales_that_differ_much():
         ForwardConfigSm90(tile_n=96, two_level_sums=True, overlap_gemm_softmax=False, pv_columns=64, cluster_size=2),
         ForwardConfigSm90(
             tile_n=64, two_level_sums=True, overlap_gemm_softmax=False, overlap_tiles=False, pingpong=False
+        ),
+        ForwardConfigSm90(tile_n=64, p_codes=True),
+        ForwardConfigSm90(tile_n=96, p_codes=True, rescale_threshold=0.8, two_level_sums=True),
+        ForwardConfigSm90(
+            tile_n=128,
+            p_codes=True,
+            rescale_threshold=3.8,
+            two_level_sums=True,
+            overlap_gemm_softmax=False,
+            pingpong=False,
         ),
     ],
     ids=lambda config: config.text,

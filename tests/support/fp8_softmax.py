@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_tensor
 
+from onepass.kernels.device.blocks.memory.e4m3 import pair_as_floats
 from onepass.kernels.device.blocks.softmax import scaled as fp8
 from onepass.kernels.device.blocks.softmax.online import Scores
 
@@ -27,6 +28,7 @@ class Softmax:
     threshold: the rescale_threshold of ForwardConfigSm90.
     before: tiles of the head that are not visited.
     apart: P V of a tile is added to O after the softmax of the next one, as with two_level_sums.
+    p_codes: that of ForwardConfigSm90; the threads then sum P V of the rounded P.
     """
 
     tile_n: int
@@ -37,6 +39,7 @@ class Softmax:
     has_softcap: bool = False
     before: int = 0
     apart: bool = False
+    p_codes: bool = False
 
     def trace(self) -> tuple[Callable, tuple]:
         blocks = -(-self.tile_n * (self.before + self.tiles) // 64)
@@ -78,7 +81,7 @@ class Softmax:
         thread = cute.arch.thread_idx()[0]
         columns = self.tile_n // 4
         scores = Scores(Float32(SCALE_LOG2), Float32(TANH_SCALE) if self.has_softcap else None)
-        softmax = fp8.ScaledSoftmax(scores, self.threshold, self.tile_n)
+        softmax = fp8.ScaledSoftmax(scores, self.threshold, self.tile_n, p_codes=self.p_codes)
         keys = fp8.KeyScales(self.tile_n)
         s = cute.make_rmem_tensor((2, columns), Float32)
         acc_o = cute.make_rmem_tensor((2, 1), Float32)
@@ -117,9 +120,18 @@ class Softmax:
                     acc_o[r, 0] = acc_o[r, 0] + acc_step[r, 0]
                     acc_step[r, 0] = Float32(0.0)
                 acc = acc_step if self.apart else acc_o
-                for c in cutlass.range_constexpr(columns):
-                    acc[r, 0] = acc[r, 0] + s[r, c] * mV[n_block, thread, c]
-            fp8.pack_p(s, target)
+                if cutlass.const_expr(self.p_codes):
+                    for c in cutlass.range_constexpr(0, columns, 2):
+                        p = pair_as_floats(softmax.p[r, c // 4] >> 8 * (c % 4))
+                        for i in cutlass.range_constexpr(2):
+                            acc[r, 0] = acc[r, 0] + p[i] * mV[n_block, thread, c + i]
+                else:
+                    for c in cutlass.range_constexpr(columns):
+                        acc[r, 0] = acc[r, 0] + s[r, c] * mV[n_block, thread, c]
+            if cutlass.const_expr(self.p_codes):
+                fp8.copy_p(softmax.p, target)
+            else:
+                fp8.pack_p(s, target)
             packed = cute.recast_tensor(words, Int32)
             for i in cutlass.range_constexpr(columns // 2):
                 mP[n_block, thread, i] = packed[i]

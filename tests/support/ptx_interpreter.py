@@ -410,6 +410,10 @@ class Warp:
         elif kind == "f32":
             result = FLOATS[opcode[0]](*(self.floats(o) for o in operands[1:]))
             self.set(operands[0], result.astype(float32).view(uint32), active)
+        elif (opcode[0], kind) == ("add", "f16x2"):
+            pairs = zip(*(self.pair(o) for o in operands[1:]), strict=True)
+            low, high = ((a + b).view(uint16).astype(uint32) for a, b in pairs)
+            self.set(operands[0], high << uint32(16) | low, active)
         else:
             result = self.integer(opcode, operands[1:])
             result = np.maximum(result, 0) if "relu" in opcode else result
@@ -420,6 +424,11 @@ class Warp:
             return [self.floats(o) for o in operands]
         values = [self.value(o, kind) for o in operands]
         return [signed(v) for v in values] if kind[0] == "s" else values
+
+    def pair(self, operand: str) -> list[np.ndarray]:
+        """Two float16 of a register, the lower one first."""
+        word = self.value(operand)
+        return [half.astype(uint16).view(np.float16) for half in (word & uint32(0xFFFF), word >> uint32(16))]
 
     def integer(self, opcode, operands) -> np.ndarray:
         name, kind = opcode[0], opcode[-1]
@@ -464,6 +473,9 @@ class Warp:
 
     def converted(self, opcode, operands) -> np.ndarray:
         to, kind = opcode[-2], opcode[-1]
+        if (to, kind) == ("e4m3x2", "f16x2"):
+            low, high = (to_e4m3(x.astype(float32)) for x in self.pair(operands[1]))
+            return high << uint16(8) | low
         if kind == "e4m3x2":
             low, high = (from_e4m3(self.value(operands[1]), byte).view(uint16).astype(uint32) for byte in (0, 1))
             return high << 16 | low
@@ -471,7 +483,10 @@ class Warp:
             high, low = (to_e4m3(self.floats(o)) for o in operands[1:])
             return high << uint16(8) | low
         if to in ("bf16x2", "f16x2"):
-            high, low = (to_16_bits(self.floats(o), to[:-2]).astype(uint32) for o in operands[1:])
+            given = [self.floats(o) for o in operands[1:]]
+            if "relu" in opcode:  # NaN stays
+                given = [np.where(x < 0, float32(0), x) for x in given]
+            high, low = (to_16_bits(x, to[:-2]).astype(uint32) for x in given)
             return high << 16 | low
         if kind in ("bf16", "f16"):
             return from_16_bits(self.value(operands[1]), kind).view(uint32)

@@ -1,6 +1,7 @@
 """The error budget finds faults of scale wherever they sit, and does not take honest rounding for a fault."""
 
 import functools
+import math
 import re
 
 import pytest
@@ -232,6 +233,35 @@ def test_the_bench_finds_a_wrong_scale(direction):
             wrong[:, rows] = (wrong[:, rows].double() * 1.02).to(BF16)
             (row,) = oracle.compare({name: wrong}, is_peer=False)
             assert not row.ok, (name, rows)
+
+
+def p_by_integers(log2_p):
+    """P as the kernels compute it with p_codes, and as it comes into the sum of its row."""
+    codes = (8 * (log2_p + 15) - 0.465).round().clamp(min=0)
+    in_sum = (128 * codes).to(torch.int16).view(torch.float16).double()
+    return in_sum.to(torch.float8_e4m3fn).double(), in_sum
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, 16.0])
+def test_budget_of_p_by_integers(factor):
+    q, k, v, _ = tensors(BF16, 512)
+    q = factor * q
+    exact = reference.attention(q, k, v)
+    scores = (q.double().transpose(1, 2) @ k.double().transpose(1, 2).mT) * q.shape[-1] ** -0.5
+    p, in_sum = p_by_integers((scores - scores.amax(-1, keepdim=True)) / math.log(2) + 6)
+    total = in_sum.sum(-1, keepdim=True)
+    out = ((p @ v.double().transpose(1, 2)) / total).transpose(1, 2)
+    lse = total[..., 0].log() - 6 * math.log(2) + scores.amax(-1)
+    budget = fp8_budget(q, k, v, torch.float64, p_exponent=6, p_codes=True)
+    share = (out - exact.out).abs() / budget.out
+    assert share.max() < (0.01 if factor == 0 else 1)
+    assert factor == 0 or share.max() > 0.1
+    assert ((lse - exact.lse).abs() <= budget.lse).all()
+    assert budget.scale(out).share < 0.5
+    assert not budget.scale(1.03 * out).ok
+    # the budget of exponentials is not enough where few keys count
+    smaller = fp8_budget(q, k, v, torch.float64, p_exponent=6)
+    assert factor < 16 or ((lse - exact.lse).abs() > smaller.lse).any()
 
 
 def test_fp8_finds_a_wrong_scale():

@@ -65,6 +65,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "t08": {"rescale_threshold": 0.8},  # t08, t18 and t28 are for FP8
     "t18": {"rescale_threshold": 1.8},
     "t28": {"rescale_threshold": 2.8},
+    "codes": {"p_codes": True},
     "3stage": {"score_buffers": 2},
     "pair": {"cluster_size": 2},
     "queue": {"dynamic_tiles": True},

@@ -61,12 +61,12 @@ TABLE3_SEQLEN = table3.PAPER_SEQLEN
 
 # Configurations under measurement, by (head_dim, causal): the ones that heuristics.FORWARD_FP8 has, and others.
 VARIANTS = {
-    (64, False): "3wg n128 q2 t28 after; 4wg n64 q2 t28 after; n128 q2 t28 sums; 3wg n128 q2 t28",
-    (64, True): "3wg n128 q2 t28 after queue; 4wg n64 q2 t28 after queue; n128 q2 t28 sums queue; 4wg n64 q2 t28",
-    (128, False): "3wg n128 q2 t28 after; n128 q2 t28 sums; 3wg n96 q2 t28 after; 3wg n96 q2 t28 queue",
-    (128, True): "3wg n128 q2 t28 after queue; n128 q2 t28 sums; n128 q2 t28 sums queue; 3wg n96 q2 t28 queue",
-    (256, False): "n128 q2 t28 after halves pair; n128 q2 t28 after halves; n128 q2 t28 pair",
-    (256, True): "n128 q2 t28 after halves queue; n128 q2 t28 after halves; n128 q2 t28 queue",
+    (64, False): "3wg n128 q2 t28 after; 3wg n128 q2 t28 after codes; n128 q2 t28 sums codes; n192 q2 t28 sums codes",
+    (64, True): "3wg n128 q2 t28 after queue; 3wg n128 q2 t28 after codes queue; n192 q2 t28 sums codes queue",
+    (128, False): "3wg n128 q2 t28 after; 3wg n128 q2 t28 after codes; n128 q2 t28 sums codes",
+    (128, True): "3wg n128 q2 t28 after queue; 3wg n128 q2 t28 after codes queue; n128 q2 t28 sums codes queue",
+    (256, False): "n128 q2 t28 after halves pair; n128 q2 t28 after halves codes; n128 q2 t28 after halves codes free",
+    (256, True): "n128 q2 t28 after halves queue; n128 q2 t28 after halves codes free queue",
 }
 # For each comparison, our contender and the peers, the fastest of which counts.
 LIKE_FOR_LIKE = {
@@ -173,8 +173,9 @@ def run_check(args: argparse.Namespace, about: dict[str, Any]) -> bool:
             differs |= not (torch.equal(out, again) and torch.equal(lse, lse_again))
             tensors = quantized.dequantize()
             v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
-            threshold = heuristics.LAZY_FP8 if config is None else config.rescale_threshold
-            rounding: dict[str, Any] = {"short_sums": True, "v_scale": v_scale, "p_exponent": p_exponent(threshold)}
+            used = config or heuristics.forward_config_sm90(static_problem(head_dim, causal, seqlen_q))
+            rounding: dict[str, Any] = {"short_sums": True, "v_scale": v_scale, "p_codes": used.p_codes}
+            rounding["p_exponent"] = p_exponent(used.rescale_threshold)
             budget = fp8_budget(*tensors, out.dtype, causal=causal, **rounding)
             for i, (actual, oracle, allowed) in enumerate(
                 ((out, budget.oracle.out, budget.out), (lse, budget.oracle.lse, budget.lse))

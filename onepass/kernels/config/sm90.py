@@ -20,7 +20,7 @@ PROGRESS_HEADER = 8  # words of the backward's counters that are not those of a 
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
-REGISTERS_TO_TRANSPOSE = REGISTERS | {4: (32, 112)}  # V, beside a producer
+REGISTERS_TO_TRANSPOSE = REGISTERS | {2: (40, 232), 4: (32, 112)}  # V, beside a producer
 REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # of a producer that looks up pages
 # Registers of a producer, a consumer and a converting thread, over an e4m3 cache.
 REGISTERS_TO_CONVERT = {1: (56, 240, 56), 2: (48, 216, 32)}
@@ -75,6 +75,8 @@ class ForwardConfigSm90(LaunchConfig):
             block of them after another; 0 = all.
         transposes_v: in FP8, V comes as (batch, seqlen, heads, dim) and idle warps transpose it in shared memory; else
             it comes as `fp8.keys_last` lays it, by a kernel of its own before where the call's V does not lie so.
+        p_codes: in FP8, P is computed by integers, not by exponentials, with up to 8 percent of error instead of 6:
+            see blocks/softmax/scaled.py.
 
     Raises: TypeError for a value of another type than its field's.
     """
@@ -97,6 +99,7 @@ class ForwardConfigSm90(LaunchConfig):
     two_level_sums: bool = False
     pv_columns: int = 0
     transposes_v: bool = False
+    p_codes: bool = False
 
     removed: ClassVar[dict[str, object]] = {
         "q_in_registers": False,
@@ -152,12 +155,20 @@ class ForwardConfigSm90(LaunchConfig):
         """Registers of a consumer thread for S, P, O: the rest is left for addresses and the softmax."""
         dv = head_dim_tile(value_columns(problem))
         p = self.tile_n * problem.dtype.itemsize // (8 * self.score_buffers)
+        if self.p_codes and self.overlap_gemm_softmax:
+            p *= 2  # the next P is made while P V reads this one
         s, pv = self.tile_n // 2, 0
         if self.two_level_sums:
             pv = (self.pv_columns or dv) // 2
         # without overlap S is gone when P V comes
         s_and_pv = s + pv if self.overlap_gemm_softmax else max(s, pv)
         return s_and_pv + p + dv // 2
+
+    def registers_to_transpose(self, problem: AttentionProblem) -> tuple[int, int]:
+        """Registers of a producer and of a consumer thread where warps beside the producer transpose V."""
+        registers = REGISTERS_TO_TRANSPOSE[self.num_warpgroups]
+        is_enough = self.accumulator_registers(problem) <= registers[1] - 16
+        return registers if is_enough else REGISTERS[self.num_warpgroups]
 
     def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
@@ -207,6 +218,8 @@ class ForwardConfigSm90(LaunchConfig):
             self._check_transposes_v(problem)
         if problem.quantization is not None:
             self._check_fp8()
+        elif self.p_codes:
+            raise UnsupportedError(f"p_codes: expected False for {problem.dtype}, since P is in e4m3 only in FP8")
         if problem.dtype == torch.float32:
             self._check_float32()
         if problem.has_e4m3_cache:

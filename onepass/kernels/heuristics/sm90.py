@@ -179,90 +179,95 @@ FORWARD_SM90 = {
     ),
 }
 
-# FP8, by the wider head dim. TFLOP/s are from benchmarks/results/h200-fp8-variants.json, in which the same
-# configuration measured twice differs by up to 5 percent. The tensor cores truncate the sums of P V, so P V of each
+# FP8, by the wider head dim. TFLOP/s of V as `fp8.keys_last` lays it, from docs/lab/2026-11-27-fp8-codes.md (H200),
+# where "exponentials" are the configurations before p_codes. The tensor cores truncate the sums of P V, so P V of each
 # step is added to O by the FMA pipe (docs/kernels/fp8.md). "With overlap" it runs beside the softmax of the next step.
-FP8_OVERLAPPED = ForwardConfigSm90(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
+# At head_dim 256 GEMMs are issued in any order: the softmax of one warpgroup is shorter than those of the other.
+FP8_OVERLAPPED = ForwardConfigSm90(
+    tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True, p_codes=True
+)
 FP8_IN_SEQUENCE = replace(FP8_OVERLAPPED, overlap_gemm_softmax=False)
+FP8_THREE = replace(FP8_IN_SEQUENCE, num_warpgroups=3)
+FP8_FREE = replace(FP8_IN_SEQUENCE, pingpong=False)
 FORWARD_FP8 = {
     64: (
         Row(
             False,
             1024,
-            replace(FP8_IN_SEQUENCE, tile_n=64, num_warpgroups=4),
-            tflops={1024: 518},
-            others={"128 keys, 3 warpgroups": {1024: 490}},
+            FP8_OVERLAPPED,
+            tflops={1024: 600},
+            others={"the next row": {1024: 546}, "exponentials": {1024: 491}},
         ),
         Row(
             False,
             LONG,
-            replace(FP8_IN_SEQUENCE, num_warpgroups=3),
-            tflops=at(2048, 573, 598, 635, 634),
-            others={
-                "64 keys, 4 warpgroups": at(2048, 556, 575, 592, 596),
-                "with overlap, 96 keys, in another run": {2048: 489, 4096: 544, 16384: 600},
-            },
+            FP8_THREE,
+            tflops=at(2048, 655, 688, 737, 735),
+            others={"the row above": at(2048, 653, 682, 675, 696), "exponentials": at(2048, 564, 591, 622, 632)},
         ),
         Row(
             True,
             1024,
-            replace(FP8_IN_SEQUENCE, tile_n=64, num_warpgroups=4, dynamic_tiles=True),
-            tflops={1024: 337},
-            others={"128 keys, 3 warpgroups": {1024: 316}},
+            replace(FP8_OVERLAPPED, dynamic_tiles=True),
+            tflops={1024: 394},
+            others={"192 keys": {1024: 381}, "the next row": {1024: 357}, "exponentials": {1024: 327}},
         ),
         Row(
             True,
             LONG,
-            replace(FP8_IN_SEQUENCE, num_warpgroups=3, dynamic_tiles=True),
-            tflops=at(2048, 431, 498, 564, 600),
-            others={"64 keys, 4 warpgroups": at(2048, 410, 472, 521, 551)},
+            replace(FP8_THREE, dynamic_tiles=True),
+            tflops=at(2048, 503, 585, 662, 692),
+            others={
+                "the row above": at(2048, 492, 563, 601, 659),
+                "the row above, 192 keys": at(2048, 502, 586, 639, 670),
+                "exponentials": at(2048, 434, 493, 561, 591),
+            },
         ),
     ),
     128: (
         Row(
             False,
-            1024,
-            FP8_OVERLAPPED,
-            tflops={1024: 757},
-            others={"without overlap, 3 warpgroups": {1024: 729}},
-        ),
-        Row(
-            False,
             LONG,
-            replace(FP8_IN_SEQUENCE, num_warpgroups=3),
-            tflops=at(2048, 856, 897, 946, 929),
-            others={"with overlap, 2 warpgroups": at(2048, 825, 863, 878, 906)},
-        ),
-        Row(
-            True,
-            1024,
             FP8_OVERLAPPED,
-            tflops={1024: 519},
-            others={"without overlap, 3 warpgroups": {1024: 493}},
+            tflops=at(1024, 859, 937, 1011, 998, 1043),
+            others={
+                "without overlap, 3 warpgroups": at(1024, 763, 910, 935, 954, 968),
+                "exponentials": at(1024, 765, 883, 908, 920, 941),
+            },
         ),
         Row(
             True,
             LONG,
-            replace(FP8_IN_SEQUENCE, num_warpgroups=3, dynamic_tiles=True),
-            tflops=at(2048, 667, 751, 897, 887),
-            others={"with overlap, 2 warpgroups": at(2048, 639, 727, 797, 841)},
+            replace(FP8_OVERLAPPED, dynamic_tiles=True),
+            tflops=at(1024, 562, 723, 854, 895, 980),
+            others={
+                "without overlap, 3 warpgroups": at(1024, 513, 730, 816, 915, 941),
+                "exponentials": at(1024, 515, 683, 766, 859, 909),
+            },
         ),
     ),
     256: (
         Row(
             False,
             LONG,
-            replace(FP8_IN_SEQUENCE, cluster_size=2),
-            tflops=at(1024, 908, 992, 1035, 1062, 1092),
-            others={"without clusters": at(1024, 896, 984, 1028, 1057, 1067)},
+            FP8_FREE,
+            tflops=at(1024, 962, 1049, 1107, 1083, 1132),
+            others={
+                "with turns": at(1024, 913, 1036, 1036, 1057, 1082),
+                "a turn for each GEMM": at(1024, 965, 1059, 1093, 1130, 1149),
+                "exponentials": at(1024, 929, 1006, 1046, 1068, 1094),
+            },
         ),
-        Row(True, 1024, FP8_IN_SEQUENCE, tflops={1024: 671}, others={"with dynamic_tiles": {1024: 652}}),
         Row(
             True,
             LONG,
-            replace(FP8_IN_SEQUENCE, dynamic_tiles=True),
-            tflops=at(2048, 815, 920, 1029, 1020),
-            others={"clusters of 2": at(2048, 778, 865, 973, 1045)},
+            replace(FP8_FREE, dynamic_tiles=True),
+            tflops=at(1024, 695, 869, 1003, 1055, 1099),
+            others={
+                "with turns": at(1024, 687, 854, 961, 1045, 1018),
+                "a turn for each GEMM": at(1024, 683, 856, 971, 1044, 1091),
+                "exponentials": at(1024, 677, 827, 955, 1019, 1046),
+            },
         ),
     ),
 }
@@ -279,7 +284,7 @@ def row_of(rows: tuple[Row, ...], is_causal: bool, seqlen_k: int) -> Row | None:
 def forward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> ForwardConfigSm90:
     """The configuration that a call of this problem runs with on Hopper."""
     if problem.quantization is not None:
-        return _for_rows_of_v(_fp8_config(problem), problem)
+        return _fp8_config(problem)
     if problem.dtype == torch.float32:
         return _adapted(
             FLOAT32_SM90[max(head_dim_tile(d) for d in (problem.head_dim, value_columns(problem)))], problem
@@ -314,6 +319,24 @@ FLOAT32_SM90 = {
 
 def _fp8_config(problem: AttentionProblem) -> ForwardConfigSm90:
     """FP8 on Hopper."""
+    if not _transposes_v(problem):
+        return _fp8_config_of_columns(problem)
+    config = _fp8_config_of_columns(problem)
+    if problem.head_dim <= 64 and problem.head_dim_v <= 64:
+        # three warpgroups lack the registers for two levels of sums beside warps that transpose
+        config = _adapted(replace(FP8_OVERLAPPED, dynamic_tiles=config.dynamic_tiles), problem)
+    # pairs share what they load, and none of what they transpose; by themselves they are faster with a queue
+    is_dynamic = config.dynamic_tiles or config.cluster_size > 1
+    transposing = replace(config, transposes_v=True, cluster_size=1, dynamic_tiles=is_dynamic)
+    try:
+        transposing.check(problem)
+    except UnsupportedError:
+        return _fp8_config_of_columns(problem)
+    return transposing
+
+
+def _fp8_config_of_columns(problem: AttentionProblem) -> ForwardConfigSm90:
+    """FP8 on Hopper, with V that lies as `fp8.keys_last` lays it."""
     is_causal = problem.mask.window_right is not None
     widest = max(problem.head_dim, problem.head_dim_v)
     columns = head_dim_tile(problem.head_dim_v)
@@ -343,25 +366,16 @@ def _fp8_config(problem: AttentionProblem) -> ForwardConfigSm90:
 # TFLOP/s of both ways, transposed first (h200-fp8-variants.json): 64 at 1024 and 2048 466 453, 532 542, causal at 4096
 # and 8192 486 479, 547 553; 128 at 4096 and 8192 876 856, 899 916, causal 739 719, 841 834; 256 at 1024 and 2048
 # 849 825, 936 957, causal at 4096 and 8192 883 870, 943 957.
-TRANSPOSED_QUERIES = {64: (1024, 4096), 128: (4096, 4096), 256: (1024, 4096)}
+TRANSPOSED_QUERIES = {64: (2048, 2048), 128: (512, 2048), 256: (0, 2048)}
 
 
-def _for_rows_of_v(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardConfigSm90:
-    """The configuration for V that lies as `fp8.keys_last` lays it, for the V of this problem."""
+def _transposes_v(problem: AttentionProblem) -> bool:
+    """Whether the kernel is to transpose V itself."""
     assert problem.quantization is not None
     seqlen_q = problem.seqlen_q // max(1, problem.batch) if problem.is_packed else problem.seqlen_q
     widest = max(problem.head_dim, problem.head_dim_v)
     most = TRANSPOSED_QUERIES[64 if widest <= 64 else 128 if widest <= 128 else 256]
-    if problem.quantization.v_keys_last or seqlen_q > most[problem.mask.window_right is not None]:
-        return config
-    # pairs share what they load, and none of what they transpose; by themselves they are faster with a queue
-    is_dynamic = config.dynamic_tiles or config.cluster_size > 1
-    transposing = replace(config, transposes_v=True, cluster_size=1, dynamic_tiles=is_dynamic)
-    try:
-        transposing.check(problem)
-    except UnsupportedError:
-        return config
-    return transposing
+    return not problem.quantization.v_keys_last and seqlen_q <= most[problem.mask.window_right is not None]
 
 
 def _modified(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardConfigSm90:

@@ -272,6 +272,45 @@ def pack_four(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
 
 
 @cute.jit
+def pack_two_pairs(ab: Int32, cd: Int32) -> Int32:
+    """Two pairs of float16 rounded to e4m3 in one 32-bit register, the first one in its lower half; see `pack_four`."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f16x2 low, {$r0};"
+        " cvt.rn.satfinite.e4m3x2.f16x2 high, {$r1}; mov.b32 {$w0}, {low, high}; }",
+        write_only_types=[Int32],
+        read_only_args=[ab, cd],
+    )
+
+
+def round_to_integers(a: Float32, b: Float32) -> Int32:
+    """round(a 2^24) and round(b 2^24) as 16-bit integers, a's in the lower half; below 0 they are 0.
+
+    Up to 2048 that is what the bits of a float16 are. Above, they only order like the numbers. NaN becomes 0x7fff.
+    """
+    return cute.arch.inline_ptx(
+        "cvt.rn.relu.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[a, b]
+    )
+
+
+def shift_left(x: Int32, bits: int) -> Int32:
+    return cute.arch.inline_ptx(f"shl.b32 {{$w0}}, {{$r0}}, {bits};", write_only_types=[Int32], read_only_args=[x])
+
+
+def add_pairs(a: Int32, b: Int32) -> Int32:
+    """The sums of two pairs of float16."""
+    return cute.arch.inline_ptx("add.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+def sum_of_pair(a: Int32) -> Float32:
+    low, high = cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[a],
+    )
+    return low + high
+
+
+@cute.jit
 def transpose_bytes(a: Int32, b: Int32, c: Int32, d: Int32) -> tuple:
     """Transpose 4 x 4 bytes: register i of the result has byte i of a, b, c, d, from its lowest byte on."""
     return cute.arch.inline_ptx(

@@ -15,6 +15,17 @@ With a rescale_threshold the reference may stay behind by up to that many powers
 reduced so far that e4m3 holds what P grows to: not at all up to 0.8, since 256 * 2^0.8 is 446; to 6 with 2.8. Float16
 halves have 15 in the place of 8, or 7 with a threshold of 8. Terms of the sum below 2^-126 of the largest p * v_scale
 are lost.
+
+With p_codes there is no exponential. The bits of a float16 are the integer 2^10 (log2(P) + 15) wherever P is a power of
+two, and linear in P between two of them. So with three bits of mantissa, as many as e4m3 has,
+
+    u = round(8 (log2(P) + 15) - 0.465),  P = the float16 with the bits u << 7
+
+A float16 below 2^-14 is an integer times 2^-24, so one FMA a score, with 2^-24 in its factor, and one conversion for
+two of them compute u, and 0 for what is below it. P is 0.920 to 1.064 times the exact one, in the mean 1, which is what
+the 0.465 is for. Below 2^-6 it is rounded once more, since e4m3 has fewer bits there. Sums are those of P in float16:
+equal probabilities have no error at all, and the common factor of a row's P cancels in out, not in lse. A score past
+the threshold changes the reference before codes are made, so u is at most 190, which is 448.
 """
 
 from __future__ import annotations
@@ -31,7 +42,16 @@ from .....geometry.integers import maximum, minimum
 from .....geometry.tile_scheduler import LANES
 from .....quantization.codec import SCALE_BLOCK, TINY
 from ....config import p_exponent
-from ..memory.ptx import pack_four, power_below
+from ..memory.ptx import (
+    add_pairs,
+    copy_of,
+    pack_four,
+    pack_two_pairs,
+    power_below,
+    round_to_integers,
+    shift_left,
+    sum_of_pair,
+)
 from ..memory.untraced import Untraced
 from ..memory.warp import broadcast
 from ..repair.rows import soft_cap
@@ -39,6 +59,9 @@ from . import online as online_softmax
 from .online import ROWS, OnlineSoftmax, Scores
 
 SCALE_BLOCK_LOG2 = SCALE_BLOCK.bit_length() - 1
+# Of p_codes: an octave has eight codes, P = 1 has the code 8 * 15 - 0.465, and a code is a float16 without its last
+# seven bits.
+CODE_UNIT, CODE_OF_ONE, CODE_SHIFT = 8 * 2.0**-24, 15.0 - 0.465 / 8, 7
 
 
 class DescaleTensors(NamedTuple):
@@ -132,6 +155,7 @@ class ScaledSoftmax(OnlineSoftmax):
     Args:
         tile_n: keys of a tile; `take_scales` sets their scales before each update.
         p_dtype: the dtype of P: e4m3, or float16 for halves.
+        p_codes: whether P, which is e4m3 then, is computed from integers and not by exponentials.
     """
 
     def __init__(
@@ -140,6 +164,7 @@ class ScaledSoftmax(OnlineSoftmax):
         rescale_threshold: float,
         tile_n: int,
         p_dtype: torch.dtype = torch.float8_e4m3fn,
+        p_codes: bool = False,
     ):
         super().__init__(Float32(1.0), rescale_threshold)
         self.scale = 1.0  # a constant: multiplications with it vanish
@@ -151,6 +176,9 @@ class ScaledSoftmax(OnlineSoftmax):
         self.multiplier = cute.make_rmem_tensor((ROWS, self.groups), Float32)
         self.v_log2 = cute.make_rmem_tensor((self.groups,), Float32)
         self.v_inverse = cute.make_rmem_tensor((self.groups,), Float32)
+        self.p = None  # the P of p_codes: four e4m3 of neighboring columns in a word
+        if p_codes:
+            self.p = cute.make_rmem_tensor((ROWS, tile_n // 16), Int32)
 
     def scale_of_row(self, q_scale: Float32) -> Float32:
         """What `take_scales` needs of a row: the factors of its multiplier that do not depend on the key."""
@@ -236,6 +264,14 @@ class ScaledSoftmax(OnlineSoftmax):
 
     @cute.jit
     def _exponentiate(self, scores: cute.Tensor):
+        """scores -> P, and its sums: by `_encode`, or by exponentials."""
+        if cutlass.const_expr(self.p is not None):
+            self._encode(scores)
+        else:
+            self._exponentiate_in_place(scores)
+
+    @cute.jit
+    def _exponentiate_in_place(self, scores: cute.Tensor):
         """scores -> P, in place, and sums of P without V's scales, in two chains a group, which ptxas interleaves."""
         for r in cutlass.range_constexpr(ROWS):
             for g in cutlass.range_constexpr(self.groups):
@@ -247,6 +283,25 @@ class ScaledSoftmax(OnlineSoftmax):
                     scores[r, c] = p
                     sums[i % 2] = p if i < 2 else sums[i % 2] + p
                 self.row_sum[r] = self.row_sum[r] + (sums[0] + sums[1]) * self.v_inverse[g]
+
+    @cute.jit
+    def _encode(self, scores: cute.Tensor):
+        """scores -> `p`, and sums of P before its rounding to e4m3, without V's scales, in two chains a group."""
+        for r in cutlass.range_constexpr(ROWS):
+            for g in cutlass.range_constexpr(self.groups):
+                # above 0: a hidden score is -inf
+                factor = cute.arch.fmax(self.multiplier[r, g] * CODE_UNIT, Float32(TINY))
+                shift = (self.v_log2[g] + (self.exponent + CODE_OF_ONE - self.reference[r])) * CODE_UNIT
+                sums = [Int32(0), Int32(0)]
+                for i in cutlass.range_constexpr(self.columns // 4):
+                    c, pairs = g * self.columns + 4 * i, []
+                    for j in cutlass.range_constexpr(2):
+                        codes = (scores[r, c + 2 * j + n] * factor + shift for n in range(2))
+                        pairs.append(shift_left(round_to_integers(*codes), CODE_SHIFT))
+                        sums[j] = pairs[j] if i == 0 else add_pairs(sums[j], pairs[j])
+                    self.p[r, c // 4] = pack_two_pairs(*pairs)
+                total = sum_of_pair(add_pairs(*sums))
+                self.row_sum[r] = self.row_sum[r] + total * self.v_inverse[g]
 
 
 def finish(row_reference: Float32, row_sum: Float32, exponent: float, sink: Float32 | None) -> tuple:
@@ -283,3 +338,13 @@ def pack_p(p: cute.Tensor, target: cute.Tensor):
             for r in cutlass.range_constexpr(2):
                 first = 8 * k + 4 * half
                 words[(0, r, half), 0, k] = pack_four(*(p[r, first + i] for i in range(4)))
+
+
+@cute.jit
+def copy_p(p: cute.Tensor, target: cute.Tensor):
+    """`pack_p` of P in e4m3, four neighboring columns in a word (2, columns / 4)."""
+    words = cute.recast_tensor(target, Int32)
+    for k in cutlass.range_constexpr(cute.size(p, mode=[1]) // 2):
+        for half in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                words[(0, r, half), 0, k] = copy_of(p[r, 2 * k + half])

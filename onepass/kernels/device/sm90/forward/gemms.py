@@ -118,7 +118,9 @@ class WarpgroupGemms(Turns):
         self.is_lazy = config.rescale_threshold > 0
         if kernel.is_scaled:
             p_dtype = torch.float8_e4m3fn if kernel.is_fp8 else torch.float16
-            self.softmax = scaled.ScaledSoftmax(scores, config.rescale_threshold, self.tile_n, p_dtype)
+            self.softmax = scaled.ScaledSoftmax(
+                scores, config.rescale_threshold, self.tile_n, p_dtype, p_codes=config.p_codes
+            )
         elif self.cache_descales is not None:
             # the scale that K's descale of a tile's head is part of
             self.head_scale = cute.make_rmem_tensor((1,), Float32)

@@ -46,7 +46,6 @@ from ....config import (
     REGISTERS,
     REGISTERS_OF_PAGES,
     REGISTERS_TO_CONVERT,
-    REGISTERS_TO_TRANSPOSE,
     ROWS_PER_WARPGROUP,
     ForwardConfigSm90,
     head_dim_tile,
@@ -162,9 +161,10 @@ class ForwardSm90:
         # V may hold arbitrary values past the last key of a sequence
         self.has_garbage = problem.is_packed or problem.has_seqused_k
         registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
-        registers = REGISTERS_TO_TRANSPOSE if self.transposes_v else registers
         registers = REGISTERS_TO_CONVERT if self.converts else registers
         self.producer_registers, self.consumer_registers, *more = registers[config.num_warpgroups]
+        if self.transposes_v:
+            self.producer_registers, self.consumer_registers = config.registers_to_transpose(problem)
         self.converter_registers = more[0] if more else None
 
     # ---------------------------------------------------------------- host

@@ -84,7 +84,9 @@ class WarpgroupScores(WarpgroupGemms):
     @cute.jit
     def pack_p(self, buffer: cutlass.Constexpr[int]):
         """The exponentials in S[buffer] become P of the next PV."""
-        if cutlass.const_expr(self.kernel.is_fp8):
+        if cutlass.const_expr(self.config.p_codes):
+            scaled.copy_p(self.softmax.p, self.rP[0])
+        elif cutlass.const_expr(self.kernel.is_fp8):
             scaled.pack_p(self.s[buffer], self.rP[0])
         elif cutlass.const_expr(self.kernel.num_halves == 2):
             pack_halves(self.acc_s[buffer], *self.rP)

@@ -28,7 +28,8 @@ from .producer import as_producer
 FIRST_WARP, WARPS = 2, 2  # the first of these warps in the producer's warpgroup, and their number
 KEYS = 32  # keys of four 8 x 8 matrices of 16-bit values
 COLUMNS = 16  # columns, and bytes, of a piece that the swizzle leaves together
-REGISTERS_AHEAD = 32  # registers a thread must have for a load that does not wait for the store before it
+# Loads that do not wait for the store before them, by a thread's registers. A load has four.
+LOADS_AHEAD = {24: 0, 32: 1, 40: 3, 56: 3}
 EVEN_COLUMN, ODD_COLUMN = 0x6420, 0x7531  # bytes of two words of pairs
 
 
@@ -139,7 +140,7 @@ class TransposingWarp(Untraced):
         self.kernel, self.raw_pipe, self.v_pipe = kernel, raw_pipe, v_pipe
         self.raw_stages, self.v_stages = kernel.loaded_v_stages, kernel.v_stages
         addresses = (t.iterator.toint() for t in (sRaw, sV))
-        ahead = 1 if kernel.producer_registers >= REGISTERS_AHEAD else 0
+        ahead = LOADS_AHEAD[kernel.producer_registers]
         self.transposer = Transposer(kernel.buffer_n, kernel.head_dim_v, *addresses, ahead)
 
     @cute.jit
