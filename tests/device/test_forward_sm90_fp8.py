@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import itertools
+import math
 import re
 from dataclasses import replace
 
@@ -69,8 +70,13 @@ def test_machine_code(question, keys_last):
     if question.softcap is None:  # multiplications: O where it is rescaled in each loop, O at the end; none of scores
         loops = 1 + (question.mask.window_left is not None) + (question.mask.window_right is not None)
         rescaled = 2 if config.two_level_sums and config.overlap_gemm_softmax else 1  # P V of the step, too
-        assert code.count("FMUL") < (rescaled * loops + stores) * head_dim_tile(question.head_dim_v) // 2 + 40
-    assert code.count(r"F2FP\.\S*E4M3") > 0  # P
+        # of codes: a factor and a shift for each of two rows and each group of keys, in each softmax
+        others = 40 + (loops + 2) * 4 * (config.tile_n // math.gcd(config.tile_n, 64))
+        assert code.count("FMUL") < (rescaled * loops + stores) * head_dim_tile(question.head_dim_v) // 2 + others
+    # P: of two scores into float16, of four into e4m3; exponentials only where a reference changes, and of sinks
+    assert config.p_codes
+    assert code.count(r"F2FP\.RELU\.F16") == code.count(r"F2FP\.\S*E4M3") > 0
+    assert code.count(r"MUFU\.EX2") <= 2 * (4 + stores) + (64 * (stores + 4) if question.softcap is not None else 0)
     assert code.count("UTMALDG") >= config.num_warpgroups + 2
     # scales, maxima, sums and out, for widest heads 64 of them: none for P
     assert code.count("SHFL") <= 64 * (1 + stores) + (2 if config.transposes_v else 0)
@@ -164,7 +170,11 @@ def test_scales_of_packed_sequences():
 def test_a_configuration_for_every_head_dim(head_dim):
     for mask in (Mask(), CAUSAL):
         question = asked(head_dim, head_dim, mask=mask)
-        heuristics.forward_config_sm90(question).check(question)
+        config = heuristics.forward_config_sm90(question)
+        config.check(question)
+        # which tests on a GPU assume of the error of P
+        assert config.p_codes
+        assert config.rescale_threshold == heuristics.FP8_OVERLAPPED.rescale_threshold
         assert launch.unsupported(question) is None
 
 
@@ -199,6 +209,24 @@ def test_what_the_kernel_does_not_take(question, message):
 def test_configurations_that_do_not_fit(config, message):
     with pytest.raises(UnsupportedError, match=message):
         config.check(asked(128, 128))
+
+
+def test_codes_are_for_fp8():
+    ForwardConfigSm90(tile_n=64, p_codes=True).check(asked(128, 128))
+    for question in (problem(128, 128), problem(128, 128, dtype=torch.float32)):
+        with pytest.raises(UnsupportedError, match=r"p_codes: expected False for torch\.\w+, since P is"):
+            ForwardConfigSm90(tile_n=32, p_codes=True).check(question)
+
+
+def test_registers_beside_warps_that_transpose():
+    """A consumer thread keeps its 240 registers where it needs them; others leave some for loads ahead of stores."""
+    needs_them = ForwardConfigSm90(tile_n=128, two_level_sums=True, p_codes=True, transposes_v=True)
+    assert needs_them.registers_to_transpose(asked(128, 128)) == (24, 240)
+    assert needs_them.registers_to_transpose(asked(64, 64)) == (40, 232)
+    in_sequence = replace(needs_them, overlap_gemm_softmax=False)
+    assert in_sequence.registers_to_transpose(asked(128, 128)) == (40, 232)
+    assert replace(in_sequence, num_warpgroups=3).registers_to_transpose(asked(128, 128)) == (32, 160)
+    assert replace(in_sequence, tile_n=64, num_warpgroups=4).registers_to_transpose(asked(64, 64)) == (32, 112)
 
 
 def test_v_that_is_not_transposed():

@@ -317,38 +317,33 @@ FLOAT32_SM90 = {
 }
 
 
-def _fp8_config(problem: AttentionProblem) -> ForwardConfigSm90:
+# Queries up to which the kernel transposes V itself, once for each tile of queries, by the wider head dim: without a
+# mask and under a causal one. For more of them it costs less to lay V out once, by a kernel of its own (about 19 us).
+# @@
+TRANSPOSED_QUERIES = {64: (2048, 2048), 128: (512, 2048), 256: (0, 2048)}
+TRANSPOSING_FP8 = {64: FP8_OVERLAPPED, 128: FP8_THREE, 256: FP8_FREE}
+
+
+def _fp8_config(problem: AttentionProblem, may_transpose: bool = True) -> ForwardConfigSm90:
     """FP8 on Hopper."""
-    if not _transposes_v(problem):
-        return _fp8_config_of_columns(problem)
-    config = _fp8_config_of_columns(problem)
-    if problem.head_dim <= 64 and problem.head_dim_v <= 64:
-        # three warpgroups lack the registers for two levels of sums beside warps that transpose
-        config = _adapted(replace(FP8_OVERLAPPED, dynamic_tiles=config.dynamic_tiles), problem)
-    # pairs share what they load, and none of what they transpose; by themselves they are faster with a queue
-    is_dynamic = config.dynamic_tiles or config.cluster_size > 1
-    transposing = replace(config, transposes_v=True, cluster_size=1, dynamic_tiles=is_dynamic)
-    try:
-        transposing.check(problem)
-    except UnsupportedError:
-        return _fp8_config_of_columns(problem)
-    return transposing
-
-
-def _fp8_config_of_columns(problem: AttentionProblem) -> ForwardConfigSm90:
-    """FP8 on Hopper, with V that lies as `fp8.keys_last` lays it."""
+    assert problem.quantization is not None
     is_causal = problem.mask.window_right is not None
     widest = max(problem.head_dim, problem.head_dim_v)
+    width = 64 if widest <= 64 else 128 if widest <= 128 else 256
     columns = head_dim_tile(problem.head_dim_v)
+    lengths = problem.seqlen_q, problem.seqlen_k
+    seqlen_q, seqlen_k = (n // max(1, problem.batch) if problem.is_packed else n for n in lengths)
+    transposes_v = not problem.quantization.v_keys_last and seqlen_q <= TRANSPOSED_QUERIES[width][is_causal]
+    transposes_v = transposes_v and may_transpose
     # these take registers, which the rows below do not leave; not measured
     takes_registers = problem.softcap is not None or problem.mask.window_left is not None
     takes_registers = takes_registers or (widest > 128 and problem.has_seqused_k)
     if takes_registers:
         config = replace(FP8_IN_SEQUENCE, dynamic_tiles=is_causal)
+    elif transposes_v:
+        config = replace(TRANSPOSING_FP8[width], dynamic_tiles=is_causal)
     else:
-        seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
-        rows = FORWARD_FP8[64 if widest <= 64 else 128 if widest <= 128 else 256]
-        row = row_of(rows, is_causal, seqlen_k)
+        row = row_of(FORWARD_FP8[width], is_causal, seqlen_k)
         assert row is not None
         config = row.config
     is_measured = widest <= 64 and not (takes_registers or problem.is_packed or problem.has_seqused_k)
@@ -358,24 +353,14 @@ def _fp8_config_of_columns(problem: AttentionProblem) -> ForwardConfigSm90:
     elif not config.overlap_gemm_softmax and columns < config.tile_n and not is_measured:
         # enough registers for P V of its own
         config = replace(FP8_OVERLAPPED, dynamic_tiles=config.dynamic_tiles)
-    return _adapted(config, problem)
-
-
-# Queries up to which the kernel transposes V itself, once for each tile of queries, by the wider head dim: without a
-# mask and under a causal one. For more of them it costs less to lay V out once, by a kernel of its own (about 19 us).
-# TFLOP/s of both ways, transposed first (h200-fp8-variants.json): 64 at 1024 and 2048 466 453, 532 542, causal at 4096
-# and 8192 486 479, 547 553; 128 at 4096 and 8192 876 856, 899 916, causal 739 719, 841 834; 256 at 1024 and 2048
-# 849 825, 936 957, causal at 4096 and 8192 883 870, 943 957.
-TRANSPOSED_QUERIES = {64: (2048, 2048), 128: (512, 2048), 256: (0, 2048)}
-
-
-def _transposes_v(problem: AttentionProblem) -> bool:
-    """Whether the kernel is to transpose V itself."""
-    assert problem.quantization is not None
-    seqlen_q = problem.seqlen_q // max(1, problem.batch) if problem.is_packed else problem.seqlen_q
-    widest = max(problem.head_dim, problem.head_dim_v)
-    most = TRANSPOSED_QUERIES[64 if widest <= 64 else 128 if widest <= 128 else 256]
-    return not problem.quantization.v_keys_last and seqlen_q <= most[problem.mask.window_right is not None]
+    config = _adapted(replace(config, transposes_v=transposes_v), problem)
+    try:
+        config.check(problem)
+    except UnsupportedError:
+        if not transposes_v:
+            raise
+        return _fp8_config(problem, may_transpose=False)
+    return config
 
 
 def _modified(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardConfigSm90:
