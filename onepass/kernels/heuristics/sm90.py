@@ -320,8 +320,8 @@ FLOAT32_SM90 = {
 # Queries up to which the kernel transposes V itself, once for each tile of queries, by the wider head dim: without a
 # mask and under a causal one. For more of them it costs less to lay V out once, by a kernel of its own (about 19 us).
 # @@
-TRANSPOSED_QUERIES = {64: (2048, 2048), 128: (512, 2048), 256: (0, 2048)}
-TRANSPOSING_FP8 = {64: FP8_OVERLAPPED, 128: FP8_THREE, 256: FP8_FREE}
+TRANSPOSED_QUERIES = {64: (2048, 4096), 128: (512, 4096), 256: (4096, 4096)}
+TRANSPOSING_FP8 = {64: FP8_OVERLAPPED, 128: FP8_OVERLAPPED, 256: FP8_FREE}
 
 
 def _fp8_config(problem: AttentionProblem, may_transpose: bool = True) -> ForwardConfigSm90:
