@@ -319,7 +319,10 @@ FLOAT32_SM90 = {
 
 # Queries up to which the kernel transposes V itself, once for each tile of queries, by the wider head dim: without a
 # mask and under a causal one. For more of them it costs less to lay V out once, by a kernel of its own (about 19 us).
-# @@
+# TFLOP/s of both ways at 1024, 2048 and 4096, transposed first (docs/lab/2026-11-27-fp8-codes.md): 64 594 562, 653
+# 632, 677 681, causal 401 361, 506 471, 583 567; 128 781 790, 861 942, 887 1008, causal 555 490, 698 669, 797 793;
+# 256 935 864, 1026 973, 1070 1034, causal 681 581, 868 798, 963 940. Longer ones were not measured. Three warpgroups
+# of head_dim 64 lack the registers beside warps that transpose.
 TRANSPOSED_QUERIES = {64: (2048, 4096), 128: (512, 4096), 256: (4096, 4096)}
 TRANSPOSING_FP8 = {64: FP8_OVERLAPPED, 128: FP8_OVERLAPPED, 256: FP8_FREE}
 
