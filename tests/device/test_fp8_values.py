@@ -158,6 +158,23 @@ def test_values(name, spread):
     assert p.max() <= 448
 
 
+@pytest.mark.sampled(quick=1, slow=1)
+@pytest.mark.parametrize("name", ["n128", "codes", "codes softcap"])
+def test_nan_stays_in_its_rows(name):
+    """A NaN makes its row NaN, whichever of a pair of scores it is, in the first tile and in the last one."""
+    softmax = cases()[name]
+    keys = softmax.tile_n * softmax.tiles
+    rng = np.random.default_rng(0)
+    s = rng.normal(size=(16, keys))
+    for row, key in ((1, 0), (2, 1), (7, keys - 2), (9, keys - 1)):
+        s[row, key] = np.nan
+    scales = np.ones(16), np.ones(-(-keys // 64)), np.ones(-(-keys // 64))
+    out, lse, _ = run(softmax, s, rng.normal(size=keys), *scales)
+    for t in (out, lse):
+        assert np.flatnonzero(np.isnan(t)).tolist() == [1, 2, 7, 9]
+
+
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize("name", ["codes", "codes n96"])
 def test_equal_probabilities_are_exact(name):
     """Where P is a power of two, the code is exact, and so are out and lse."""

@@ -166,7 +166,7 @@ def from_16_bits(x: np.ndarray, kind: str) -> np.ndarray:
 
 def to_16_bits(x: np.ndarray, kind: str) -> np.ndarray:
     if kind == "f16":
-        return x.astype(np.float16).view(uint16)
+        return np.where(np.isnan(x), uint16(0x7FFF), x.astype(np.float16).view(uint16))
     bits = x.view(uint32).astype(uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(uint16)
     return np.where(np.isnan(x), uint16(0x7FFF), rounded)
