@@ -132,12 +132,14 @@ def _first_call(
     tuning, device = arguments["tuning"], q.device
     if precision is not None:
         fp8.check_precision(precision, q)
-        forward = dispatch.require(quantize.quantized_problem(problem), backend, tuning, device)
+        exact_lse = bool(arguments["return_lse"])
+        forward = dispatch.require(quantize.quantized_problem(problem, exact_lse), backend, tuning, device)
         gradients = dispatch.require(problem, backend, None, device)
         operator_options = ops.options_of(problem, choice.backend_argument(gradients, backend), tuning)
-        out, lse = OPERATORS.attention_fp8(*inputs, *operator_options, choice.backend_argument(forward, backend))
+        forward_argument = choice.backend_argument(forward, backend)
+        out, lse = OPERATORS.attention_fp8(*inputs, *operator_options, forward_argument, exact_lse)
         if key is not None and not out.is_meta:
-            fast_path.keep(key, quantize.prepare_call(forward, problem, inputs, tuning))
+            fast_path.keep(key, quantize.prepare_call(forward, problem, inputs, tuning, exact_lse))
         return out, lse
     name = dispatch.require(problem, backend, tuning, device)
     operator_options = ops.options_of(problem, choice.backend_argument(name, backend), tuning)
@@ -225,6 +227,7 @@ def _run_quantized(
     if packed is not None:
         arguments |= zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed, strict=True)
     problem = fp8.check_quantized_call(quantized, k, v, **arguments)
+    assert problem.quantization is not None
     tuning = arguments["tuning"]
     name = dispatch.require(problem, backend, tuning, quantized.q.device)
     out, lse = OPERATORS.attention_quantized(
@@ -238,6 +241,7 @@ def _run_quantized(
         quantized.q_block,
         quantized.kv_block,
         quantized.v_keys_last,
+        problem.quantization.exact_lse,
     )
     if key is not None and not out.is_meta:
         fast_path.keep(key, dispatch.prepare(name, problem, quantized.q.device, tuning))

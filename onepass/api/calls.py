@@ -132,7 +132,7 @@ def warmup(
             decode_problem, inputs = decode_calls.problem_of("warmup", decode_calls.with_tensors(arguments))
             jobs += jobs_of_decode(decode_problem, inputs, requested)
             continue
-        problem, requested, tuning, may_have_dlse = problem_of_call("warmup", one, backend)
+        problem, requested, tuning, may_have_dlse = problem_of_call("warmup", one, backend, gradients)
         name = dispatch.require_to_compile(problem, requested, tuning)
         if name is not None:
             has_dlse = () if not gradients else (False, True) if may_have_dlse else (False,)
@@ -167,13 +167,14 @@ def calls_of(calls: Any) -> list[Mapping[str, Any] | AttentionProblem]:
 
 
 def problem_of_call(
-    function: str, call: Mapping[str, Any] | AttentionProblem, backend: str | None
+    function: str, call: Mapping[str, Any] | AttentionProblem, backend: str | None, gradients: bool = False
 ) -> tuple[AttentionProblem, str | None, ForwardConfigSm90 | ForwardConfigSm80 | None, bool]:
     """The problem of a call without data, on this machine's GPU if it has one.
 
     Args:
         function: name of the public function, for messages. call: an element of `warmup`'s `calls`.
         backend: the backend of a call that names none.
+        gradients: whether the call's gradients are used, whatever its tensors require.
     Returns: the problem, the backend that must run, its tuning, and whether lse may have a gradient.
     Raises: what the call would raise.
     """
@@ -181,6 +182,9 @@ def problem_of_call(
     requested, tuning = choice.named(arguments.pop("backend", backend)), arguments.get("tuning")
     may_have_dlse = isinstance(call, AttentionProblem) or arguments.get("return_lse", False)
     problem = call if isinstance(call, AttentionProblem) else _problem_of_shapes(function, arguments)
+    if gradients and arguments.get("precision") is not None:
+        assert problem.quantization is not None
+        problem = replace(problem, quantization=replace(problem.quantization, exact_lse=True))
     if requested in ("sm90", "sm80") or (problem.device_type == "meta" and torch.cuda.is_available()):
         problem = replace(problem, device_type="cuda")
     return problem, requested, tuning, may_have_dlse
@@ -230,7 +234,9 @@ def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionP
         slopes, bias = (t is not None and not t.requires_grad for t in (given["alibi_slopes"], given["bias"]))
         return replace(problem, constant_slopes=slopes, constant_bias=bias)
     fp8.check_precision(precision, q)
-    return quantize.quantized_problem(problem)
+    tensors = q, k, v, arguments["sinks"]
+    is_recording = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return quantize.quantized_problem(problem, exact_lse=is_recording or bool(arguments["return_lse"]))
 
 
 def jobs_of(

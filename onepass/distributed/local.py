@@ -324,9 +324,9 @@ class LocalCalls:
         problem, device = self._problem(inputs, mask), inputs.q.device
         if self.options.precision is not None:
             assert isinstance(inputs, AttentionInputs)
-            forward = dispatch.require(quantized_problem(problem), self.options.backend, None, device)
+            forward = dispatch.require(quantized_problem(problem, exact_lse=True), self.options.backend, None, device)
             options = ops.options_of(problem, dispatch.require(problem, self.options.backend, None, device))
-            return OPERATORS.attention_fp8(*inputs, *options, forward)
+            return OPERATORS.attention_fp8(*inputs, *options, forward, True)
         name = dispatch.require(problem, self.options.backend, None, device)
         with without_autocast(problem.device_type):
             return dispatch.prepare(name, problem, device)(inputs)

@@ -15,14 +15,14 @@ from . import attention, quantize
 from .gradient_rule import register_gradient
 
 # All of attention(..., precision="fp8"). The options are those of the same call without precision, and their backend
-# is the one that computes the gradients.
+# is the one that computes the gradients. Where gradients are recorded, the operator below autograd has exact_lse.
 torch.library.define(
     qualified("attention_fp8"),
-    f"({attention.INPUTS}, {attention.OPTIONS}, str forward_backend) -> (Tensor out, Tensor lse)",
+    f"({attention.INPUTS}, {attention.OPTIONS}, str forward_backend, bool exact_lse) -> (Tensor out, Tensor lse)",
     tags=attention.TAGS,
 )
 _DESCALES = "Tensor q_descale, Tensor k_descale, Tensor v_descale"
-_QUANTIZATION = "ScalarType out_dtype, SymInt? q_block, SymInt? kv_block, bool v_keys_last"
+_QUANTIZATION = "ScalarType out_dtype, SymInt? q_block, SymInt? kv_block, bool v_keys_last, bool exact_lse"
 _NUM_OPTIONS = attention.OPTIONS.count(",") + 1
 _NUM_DESCALES = len(Descales._fields)
 torch.library.define(
@@ -34,27 +34,30 @@ torch.library.define(
 
 def _fp8(*args: Any) -> tuple[Tensor, Tensor]:
     inputs = AttentionInputs(*args[: attention.NUM_INPUTS])
-    *options, forward_backend = args[attention.NUM_INPUTS :]
-    problem, quantized_inputs = quantize.quantized_call(attention.problem_of(inputs, tuple(options)), inputs)
+    *options, forward_backend, exact_lse = args[attention.NUM_INPUTS :]
+    problem = attention.problem_of(inputs, tuple(options))
+    problem, quantized_inputs = quantize.quantized_call(problem, inputs, exact_lse)
     return attention.forward_on(forward_backend, options[-1], problem, quantized_inputs)
 
 
 @torch.library.register_fake(qualified("attention_fp8"))
 def _fp8_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    return attention.forward_fake(*args[:-1])
+    return attention.forward_fake(*args[:-2])
 
 
 def _setup_context_fp8(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    attention.setup_context(ctx, inputs[:-1], output)
+    attention.setup_context(ctx, inputs[:-2], output)
 
 
 def _autograd_backward_fp8(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     """The gradients of exact attention at the unquantized inputs, from out and lse of the FP8 forward."""
-    return (*attention.autograd_backward(ctx, dout, dlse), None)
+    return (*attention.autograd_backward(ctx, dout, dlse), None, None)
 
 
 torch.library.impl(qualified("attention_fp8"), "default")(_fp8)
-register_gradient("attention_fp8", _fp8, _autograd_backward_fp8, _setup_context_fp8)
+register_gradient(
+    "attention_fp8", _fp8, _autograd_backward_fp8, _setup_context_fp8, recorded=lambda *args: (*args[:-1], True)
+)
 
 
 def _split_quantized(args: tuple) -> tuple[QuantizedInputs, tuple, Quantization]:

@@ -35,7 +35,11 @@ def is_recording() -> bool:
 
 
 def register_gradient(
-    name: str, implementation: Callable, backward: Callable, setup_context: Callable | None = None
+    name: str,
+    implementation: Callable,
+    backward: Callable,
+    setup_context: Callable | None = None,
+    recorded: Callable[..., tuple] | None = None,
 ) -> None:
     """Give the operator onepass::name its derivative, as `torch.library.register_autograd` does.
 
@@ -43,12 +47,14 @@ def register_gradient(
         implementation: of the operator, for tensors on devices.
         backward: (ctx, *gradients of outputs) -> gradients of inputs, None where there is none.
         setup_context: (ctx, inputs, output), called after the operator: saves what backward needs.
+        recorded: inputs -> those that the operator gets where gradients are recorded; None: the same.
     """
     op = getattr(OPERATORS, name).default
 
     class Rule(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keyset: Any, is_one_level: bool, *inputs: Any) -> Any:
+            inputs = inputs if recorded is None else recorded(*inputs)
             # autograd records nothing here; the levels below make, or refuse, nodes of their own
             _Recording.is_on = True
             try:

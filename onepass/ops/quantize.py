@@ -248,16 +248,19 @@ def keys_last(v: Tensor, cu_seqlens_k: Tensor | None = None) -> Tensor:
     return keys_last_in_torch(v, cu_seqlens_k) if kernel is None else kernel(v, cu_seqlens_k)
 
 
-def quantized_problem(problem: AttentionProblem) -> AttentionProblem:
+def quantized_problem(problem: AttentionProblem, exact_lse: bool, v_keys_last: bool = False) -> AttentionProblem:
     """The problem that the forward of `attention(..., precision="fp8")` computes."""
-    return replace(problem, dtype=E4M3, quantization=Quantization(problem.dtype, Q_BLOCK, KV_BLOCK))
+    quantization = Quantization(problem.dtype, Q_BLOCK, KV_BLOCK, v_keys_last, exact_lse)
+    return replace(problem, dtype=E4M3, quantization=quantization)
 
 
-def quantized_call(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[AttentionProblem, QuantizedInputs]:
+def quantized_call(
+    problem: AttentionProblem, inputs: AttentionInputs, exact_lse: bool
+) -> tuple[AttentionProblem, QuantizedInputs]:
     """The `quantized_problem` of a call, and its inputs, quantized with the defaults of `quantize_fp8`."""
     kernel = kernel_for(inputs, "block", 0, False, False)
     quantized = quantize(inputs, "block", 0, False, False, kernel)
-    return replace(problem, dtype=E4M3, quantization=quantized.quantization), _inputs_of(quantized, inputs)
+    return quantized_problem(problem, exact_lse, quantized.v_keys_last), _inputs_of(quantized, inputs)
 
 
 def _inputs_of(quantized: QuantizedQKV, inputs: AttentionInputs) -> QuantizedInputs:
@@ -266,15 +269,13 @@ def _inputs_of(quantized: QuantizedQKV, inputs: AttentionInputs) -> QuantizedInp
 
 
 def prepare_call(
-    backend: str, problem: AttentionProblem, inputs: AttentionInputs, tuning: LaunchConfig | None
+    backend: str, problem: AttentionProblem, inputs: AttentionInputs, tuning: LaunchConfig | None, exact_lse: bool
 ) -> backends.Forward:
     """The forward of `attention(..., precision="fp8")` for repeated calls without gradients. It holds no tensor."""
     kernel = kernel_for(inputs, "block", 0, False, False)
     v_keys_last = kernel is not None and kernel.attributes["v_keys_last"]
-    quantization = Quantization(problem.dtype, Q_BLOCK, KV_BLOCK, v_keys_last)
-    forward = dispatch.prepare(
-        backend, replace(problem, dtype=E4M3, quantization=quantization), inputs.q.device, tuning
-    )
+    problem = quantized_problem(problem, exact_lse, v_keys_last)
+    forward = dispatch.prepare(backend, problem, inputs.q.device, tuning)
 
     def quantize_and_attend(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         quantized = quantize(inputs, "block", 0, False, False, kernel)

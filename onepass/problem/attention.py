@@ -69,12 +69,14 @@ class Quantization:
         out_dtype: dtype of out.
         q_block, kv_block: rows that share a descale of q, and of k and v, if their descales are by blocks.
         v_keys_last: v has the layout of `fp8.keys_last`.
+        exact_lse: the caller or a backward uses lse, so P is not computed by integers (see kernels/config/sm90.py).
     """
 
     out_dtype: torch.dtype
     q_block: int | None = None
     kv_block: int | None = None
     v_keys_last: bool = False
+    exact_lse: bool = True
 
 
 class Modifiers(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -215,4 +216,7 @@ def check_quantized_call(
     names = "q", "k", "v", "q_descale", "k_descale", "v_descale", "score_shift", "v_mean"
     refuse_lost_gradients({name: getattr(quantized, name) for name in names} | {"sinks": sinks})
     inputs = QuantizedInputs(*tensors, quantized.descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    return AttentionProblem.of(inputs, **checked, quantization=quantized.quantization)
+    # sinks are compared with the corrected scores by means of lse (see quantization/centering.py)
+    exact_lse = bool(options["return_lse"]) or (sinks is not None and quantized.score_shift is not None)
+    quantization = replace(quantized.quantization, exact_lse=exact_lse)
+    return AttentionProblem.of(inputs, **checked, quantization=quantization)

@@ -94,8 +94,7 @@ def forward(name: str):
 def forward_fp8():
     quantization = replace(Quantization(torch.bfloat16, 64, 64), v_keys_last=True)
     asked = replace(problem(128, 128, mask=FULL), dtype=torch.float8_e4m3fn, quantization=quantization)
-    config = replace(heuristics.forward_config_sm90(asked), p_codes=False)
-    return asked, config, lambda a, config: order_of(forward_sm90.trace, a, config)
+    return asked, heuristics.forward_config_sm90(asked), lambda a, config: order_of(forward_sm90.trace, a, config)
 
 
 def decode():

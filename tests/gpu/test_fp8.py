@@ -10,7 +10,7 @@ from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, needs_hopper
 
 import onepass
 from onepass.kernels.config import ForwardConfigSm90, p_exponent
-from onepass.kernels.heuristics.sm90 import FP8_OVERLAPPED, LAZY_FP8
+from onepass.kernels.heuristics.sm90 import LAZY_FP8
 from onepass.ops import quantize
 from onepass.quantization import dequantize, layout
 from onepass.testing import fp8_budget
@@ -24,30 +24,40 @@ def make(seqlen_q, seqlen_k, head_dim, head_dim_v, batch=2, heads=(4, 2), dtype=
     return [torch.randn(batch, *shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
 
 
-def rounding_of_p(config):
-    """What a configuration does to P. By default all configurations do the same (tests/device)."""
-    config = FP8_OVERLAPPED if config is None else config
+# Calls with lse have exponentials on a GPU, and calls without it P by integers.
+WITH_LSE = (False, True) if ON_GPU else (True,)
+
+
+def rounding_of_p(config, with_lse):
+    """What a configuration does to P. By default all configurations of a kind of call do the same (tests/device)."""
+    if config is None:
+        return {"p_exponent": p_exponent(LAZY_FP8), "p_codes": not with_lse}
     return {"p_exponent": p_exponent(config.rescale_threshold), "p_codes": config.p_codes}
 
 
 def check(quantized, **options):
+    """Return out of each kind of call, after comparing it with its budget."""
     tuning, dequantized = options.pop("tuning", None), options.pop("dequantized", None)
-    out, lse = onepass.attention(quantized, **options, backend=BACKEND, tuning=tuning, return_lse=True)
     tensors = dequantized or quantized.dequantize()
-    if ON_GPU:
-        v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
-        options |= {"short_sums": True, "v_scale": v_scale} | rounding_of_p(tuning)
-    budget = fp8_budget(*tensors, out.dtype, **options)
-    is_empty = budget.oracle.lse == -math.inf
-    assert torch.equal(lse == -math.inf, is_empty)
-    for name, actual, oracle, allowed in (
-        ("out", out, budget.oracle.out, budget.out),
-        ("lse", lse.masked_fill(is_empty, 0.0), budget.oracle.lse.masked_fill(is_empty, 0.0), budget.lse),
-    ):
-        share = (actual.double() - oracle).abs() / allowed
-        assert (share <= 1).all(), f"{name}: {int((share > 1).sum())} of {share.numel()}, worst {share.max()}"
-    assert budget.scale(out).ok, budget.scale(out)
-    return out
+    v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
+    outs = []
+    for with_lse in WITH_LSE if tuning is None else (not tuning.p_codes,):
+        result = onepass.attention(quantized, **options, backend=BACKEND, tuning=tuning, return_lse=with_lse)
+        out, lse = result if with_lse else (result, None)
+        kernel_rounding = {"short_sums": True, "v_scale": v_scale} | rounding_of_p(tuning, with_lse)
+        budget = fp8_budget(*tensors, out.dtype, **options, **(kernel_rounding if ON_GPU else {}))
+        compared = [("out", out, budget.oracle.out, budget.out)]
+        if with_lse:
+            is_empty = budget.oracle.lse == -math.inf
+            assert torch.equal(lse == -math.inf, is_empty)
+            lse, exact = (t.masked_fill(is_empty, 0.0) for t in (lse, budget.oracle.lse))
+            compared.append(("lse", lse, exact, budget.lse))
+        for name, actual, oracle, allowed in compared:
+            share = (actual.double() - oracle).abs() / allowed
+            assert (share <= 1).all(), f"{name}: {int((share > 1).sum())} of {share.numel()}, worst {share.max()}"
+        assert budget.scale(out).ok, budget.scale(out)
+        outs.append(out)
+    return outs
 
 
 def test_order_of_keys():
@@ -57,8 +67,8 @@ def test_order_of_keys():
     k = k.to(DEVICE, BF16)[None, :, None]
     quantized = onepass.quantize_fp8(k, k, v)
     # query i has a score of 121 with key i, and far smaller scores with other keys
-    out = check(quantized, softmax_scale=1.0)
-    torch.testing.assert_close(out.float(), quantized.dequantize()[2], rtol=torch.finfo(BF16).eps, atol=1e-4)
+    for out in check(quantized, softmax_scale=1.0):
+        torch.testing.assert_close(out.float(), quantized.dequantize()[2], rtol=torch.finfo(BF16).eps, atol=1e-4)
 
 
 NEGATIVE = [(None, -50), (-50, None), (-20, 100), (100, -20), (3, -4)]
@@ -122,7 +132,8 @@ def with_keys_last(quantized):
 @pytest.mark.parametrize("head_dims", [(64, 64), (192, 128), (256, 256)], ids=str)
 def test_v_with_its_keys_last(lengths, head_dims):
     rows = with_keys_first(onepass.quantize_fp8(*make(*lengths, *head_dims)), lengths[1])
-    assert torch.equal(check(with_keys_last(rows), causal=True), check(rows, causal=True))
+    both = check(with_keys_last(rows), causal=True), check(rows, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
 # head_dim, head_dim_v, configuration: every size of a tile of keys, and rows of 32, 64 and 128 bytes
@@ -236,7 +247,7 @@ def test_packed_sequences(head_dim, granularity, keys_last):
     for n, lengths in (("q", lengths_q), ("k", lengths_k)):
         is_nan[n][sum(lengths) :] = True
     clean = quantized.dequantize(**offsets)
-    for options in ({}, {"causal": True}, {"seqused_k": used}):
+    for options, with_lse in itertools.product(({}, {"causal": True}, {"seqused_k": used}), WITH_LSE):
         for b, start in enumerate(offsets["cu_seqlens_k"].tolist()[:-1]):
             if "seqused_k" in options:
                 is_nan["k"][start + int(used[b]) : start + lengths_k[b]] = True
@@ -246,7 +257,8 @@ def test_packed_sequences(head_dim, granularity, keys_last):
         given = replace(quantized, **{n: t.view(torch.float8_e4m3fn) for n, t in stored.items()})
         if keys_last and not given.v_keys_last:
             given = replace(given, v=quantize.keys_last(given.v, offsets["cu_seqlens_k"]), v_keys_last=True)
-        out, lse = onepass.attention_varlen(given, **offsets, **options, backend=BACKEND, return_lse=True)
+        result = onepass.attention_varlen(given, **offsets, **options, backend=BACKEND, return_lse=with_lse)
+        out, lse = result if with_lse else (result, None)
         v_scale = dequantize.row_scales(clean[2], quantized.v_descale, quantized.kv_block, offsets["cu_seqlens_k"])
         v_scale = v_scale.expand(len(k), 2, 1)
         for b, (start_q, start_k) in enumerate(zip(*(t.tolist() for t in offsets.values()), strict=True)):
@@ -258,15 +270,17 @@ def test_packed_sequences(head_dim, granularity, keys_last):
             mask = {name: value for name, value in options.items() if name == "causal"}
             if count == 0:
                 assert (out[rows] == 0).all()
-                assert (lse[:, rows] == -math.inf).all()
+                assert lse is None or (lse[:, rows] == -math.inf).all()
                 continue
             tensors = clean[0][None, rows], clean[1][None, keys], clean[2][None, keys]
-            kernel_rounding = {"short_sums": True, "v_scale": v_scale[None, keys]} | rounding_of_p(None)
+            kernel_rounding = {"short_sums": True, "v_scale": v_scale[None, keys]} | rounding_of_p(None, with_lse)
             budget = fp8_budget(*tensors, out.dtype, **mask, **(kernel_rounding if ON_GPU else {}))
-            is_empty = budget.oracle.lse == -math.inf
-            assert torch.equal(lse[None, :, rows] == -math.inf, is_empty)
             assert ((out[None, rows].double() - budget.oracle.out).abs() <= budget.out).all(), b
             assert budget.scale(out[None, rows]).ok, (b, budget.scale(out[None, rows]))
+            if lse is None:
+                continue
+            is_empty = budget.oracle.lse == -math.inf
+            assert torch.equal(lse[None, :, rows] == -math.inf, is_empty)
             error = (lse[None, :, rows].double() - budget.oracle.lse).masked_fill(is_empty, 0.0).abs()
             assert (error <= budget.lse).all(), b
 

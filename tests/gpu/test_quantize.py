@@ -11,7 +11,7 @@ import onepass
 from onepass.api import fast_path
 from onepass.dispatch import fp8
 from onepass.kernels.config import p_exponent
-from onepass.kernels.heuristics.sm90 import FP8_OVERLAPPED
+from onepass.kernels.heuristics.sm90 import LAZY_FP8
 from onepass.ops import quantize
 from onepass.quantization import codec, dequantize, layout
 from onepass.testing import assert_same_rounding, fp8_budget
@@ -226,8 +226,7 @@ def test_attention(head_dim):
     out = onepass.attention(quantized, causal=True, backend="sm90")
     tensors = quantized.dequantize()
     v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
-    exponent = p_exponent(FP8_OVERLAPPED.rescale_threshold)
-    rounding = {"short_sums": True, "v_scale": v_scale, "p_exponent": exponent, "p_codes": FP8_OVERLAPPED.p_codes}
+    rounding = {"short_sums": True, "v_scale": v_scale, "p_exponent": p_exponent(LAZY_FP8), "p_codes": True}
     budget = fp8_budget(*tensors, out.dtype, causal=True, **rounding)
     assert ((out.double() - budget.oracle.out).abs() <= budget.out).all()
     assert budget.scale(out).ok, budget.scale(out)

@@ -39,7 +39,8 @@ from onepass.problem.decode import DecodeProblem
 AMPERE = "sm_80"
 FULL, WINDOW = Mask(), Mask(100, 20)
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-FP8 = {"dtype": E4M3, "quantization": Quantization(BF16)}
+FP8 = {"dtype": E4M3, "quantization": Quantization(BF16, exact_lse=False)}
+FP8_WITH_LSE = {"dtype": E4M3, "quantization": Quantization(BF16)}
 MASKS = {"full": FULL, "causal": CAUSAL}
 FAILED = "failed: "
 Request = tuple[str, Callable[[], tuple]]  # the architecture, and what gives the kernel and stand-ins of its arguments
@@ -59,6 +60,8 @@ def _forward_sm90() -> Iterator[tuple[str, Request]]:
     for name, mask in MASKS.items():
         for head_dim, seqlen in ((64, 512), (64, 4096), (128, 512), (128, 4096), (192, 4096), (256, 512), (256, 4096)):
             asked[f"fp8 {head_dim} {name} {seqlen}"] = problem(head_dim, head_dim, seqlen, mask=mask, **FP8)
+            with_lse = problem(head_dim, head_dim, seqlen, mask=mask, **FP8_WITH_LSE)
+            asked[f"fp8 {head_dim} {name} {seqlen} with lse"] = with_lse
         asked[f"fp8 192/128 {name}"] = problem(192, 128, 4096, mask=mask, **FP8)
         asked[f"float32 128 {name}"] = problem(128, 128, 4096, mask=mask, dtype=FP32)
     asked |= {f"float32 {head_dim}": problem(head_dim, head_dim, 4096, dtype=FP32) for head_dim in (64, 96, 192, 256)}

@@ -655,10 +655,10 @@ def test_operators():
     q, k, v = make(seqlen_q=9, seqlen_k=12)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     options = (32**-0.5, None, 0, None, False, "tiled", None)
-    torch.library.opcheck(torch.ops.onepass.attention_fp8, (*leaves, None, None, None, None, *options, "tiled"))
+    torch.library.opcheck(torch.ops.onepass.attention_fp8, (*leaves, None, None, None, None, *options, "tiled", False))
     quantized = onepass.quantize_fp8(*(x.detach() for x in leaves))
     tensors = quantized.q, quantized.k, quantized.v, None, None, None, None
-    arguments = (*tensors, *options, *quantized.descales, torch.float16, 64, 64, False)
+    arguments = (*tensors, *options, *quantized.descales, torch.float16, 64, 64, False, True)
     # the other checks compute with copies of the tensors, and FP8 has no arithmetic
     torch.library.opcheck(torch.ops.onepass.attention_quantized, arguments, test_utils="test_faketensor")
 

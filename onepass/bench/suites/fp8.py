@@ -99,18 +99,20 @@ def static_problem(head_dim: int, causal: bool, seqlen: int = 1, keys_last: bool
     t = torch.empty(1, seqlen, 1, head_dim, dtype=codec.E4M3, device="meta")
     last = torch.empty(1, 1, head_dim, -(-seqlen // 64) * 64, dtype=codec.E4M3, device="meta")
     inputs = QuantizedInputs(t, t, last if keys_last else t, None)  # type: ignore[arg-type]
-    problem = problem_of(inputs, causal, Quantization(torch.bfloat16, codec.Q_BLOCK, codec.KV_BLOCK, keys_last))
+    blocks = codec.Q_BLOCK, codec.KV_BLOCK
+    problem = problem_of(inputs, causal, Quantization(torch.bfloat16, *blocks, keys_last))
     return dataclasses.replace(problem, device_type=DEVICE)
 
 
 def problem_of(inputs: QuantizedInputs, causal: bool, quantization: Quantization) -> AttentionProblem:
+    """The problem of a call without lse."""
     return AttentionProblem.of(
         inputs,
         softmax_scale=inputs.q.shape[-1] ** -0.5,
         mask=Mask.from_options(causal, None),
         softcap=None,
         deterministic=False,
-        quantization=quantization,
+        quantization=dataclasses.replace(quantization, exact_lse=False),
     )
 
 

@@ -75,8 +75,8 @@ class ForwardConfigSm90(LaunchConfig):
             block of them after another; 0 = all.
         transposes_v: in FP8, V comes as (batch, seqlen, heads, dim) and idle warps transpose it in shared memory; else
             it comes as `fp8.keys_last` lays it, by a kernel of its own before where the call's V does not lie so.
-        p_codes: in FP8, P is computed by integers, not by exponentials, with up to 8 percent of error instead of 6:
-            see blocks/softmax/scaled.py.
+        p_codes: in FP8, P is computed by integers, not by exponentials, with up to 8 percent of error instead of 6
+            (blocks/softmax/scaled.py). lse is off by up to 0.084, so calls whose lse or gradients are used refuse it.
 
     Raises: TypeError for a value of another type than its field's.
     """
@@ -167,7 +167,8 @@ class ForwardConfigSm90(LaunchConfig):
     def registers_to_transpose(self, problem: AttentionProblem) -> tuple[int, int]:
         """Registers of a producer and of a consumer thread where warps beside the producer transpose V."""
         registers = REGISTERS_TO_TRANSPOSE[self.num_warpgroups]
-        is_enough = self.accumulator_registers(problem) <= registers[1] - 16
+        others = 32 if self.overlap_gemm_softmax else 16  # a softmax beside P V keeps more alive
+        is_enough = self.accumulator_registers(problem) <= registers[1] - others
         return registers if is_enough else REGISTERS[self.num_warpgroups]
 
     def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
@@ -217,7 +218,7 @@ class ForwardConfigSm90(LaunchConfig):
         if self.transposes_v:
             self._check_transposes_v(problem)
         if problem.quantization is not None:
-            self._check_fp8()
+            self._check_fp8(problem.quantization.exact_lse)
         elif self.p_codes:
             raise UnsupportedError(f"p_codes: expected False for {problem.dtype}, since P is in e4m3 only in FP8")
         if problem.dtype == torch.float32:
@@ -269,12 +270,14 @@ class ForwardConfigSm90(LaunchConfig):
         if self.score_buffers != 1:
             raise UnsupportedError("score_buffers: expected 1 in float32")
 
-    def _check_fp8(self) -> None:
+    def _check_fp8(self, exact_lse: bool) -> None:
         """The demands of the GEMMs and scales of FP8 on the other choices."""
         if self.tile_n % 32:
             raise UnsupportedError(f"tile_n: expected a multiple of 32 in FP8, got {self.tile_n}")
         if self.score_buffers != 1:
             raise UnsupportedError("score_buffers: expected 1 in FP8")
+        if self.p_codes and exact_lse:
+            raise UnsupportedError("p_codes: expected False where lse or a gradient is used: lse is off by up to 0.084")
         if self.rescale_threshold > MAX_RESCALE_THRESHOLD_FP8:
             expected = f"0 to {MAX_RESCALE_THRESHOLD_FP8:g} in FP8, or P has no room below its largest value"
             raise UnsupportedError(f"rescale_threshold: expected {expected}, got {self.rescale_threshold}")

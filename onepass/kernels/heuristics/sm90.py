@@ -180,12 +180,10 @@ FORWARD_SM90 = {
 }
 
 # FP8, by the wider head dim. TFLOP/s of V as `fp8.keys_last` lays it, from docs/lab/2026-11-27-fp8-codes.md (H200),
-# where "exponentials" are the configurations before p_codes. The tensor cores truncate the sums of P V, so P V of each
+# with p_codes, where "exponentials" are FORWARD_FP8_EXACT. The tensor cores truncate the sums of P V, so P V of each
 # step is added to O by the FMA pipe (docs/kernels/fp8.md). "With overlap" it runs beside the softmax of the next step.
 # At head_dim 256 GEMMs are issued in any order: the softmax of one warpgroup is shorter than those of the other.
-FP8_OVERLAPPED = ForwardConfigSm90(
-    tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True, p_codes=True
-)
+FP8_OVERLAPPED = ForwardConfigSm90(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
 FP8_IN_SEQUENCE = replace(FP8_OVERLAPPED, overlap_gemm_softmax=False)
 FP8_THREE = replace(FP8_IN_SEQUENCE, num_warpgroups=3)
 FP8_FREE = replace(FP8_IN_SEQUENCE, pingpong=False)
@@ -271,6 +269,25 @@ FORWARD_FP8 = {
         ),
     ),
 }
+# The same for calls whose lse or gradients are used, without p_codes; under "exponentials" above are their TFLOP/s.
+FORWARD_FP8_EXACT = {
+    64: (
+        Row(False, 1024, replace(FP8_IN_SEQUENCE, tile_n=64, num_warpgroups=4)),
+        Row(False, LONG, FP8_THREE),
+        Row(True, 1024, replace(FP8_IN_SEQUENCE, tile_n=64, num_warpgroups=4, dynamic_tiles=True)),
+        Row(True, LONG, replace(FP8_THREE, dynamic_tiles=True)),
+    ),
+    128: (
+        Row(None, 1024, FP8_OVERLAPPED),
+        Row(False, LONG, FP8_THREE),
+        Row(True, LONG, replace(FP8_THREE, dynamic_tiles=True)),
+    ),
+    256: (
+        Row(False, LONG, replace(FP8_IN_SEQUENCE, cluster_size=2)),
+        Row(True, 1024, FP8_IN_SEQUENCE),
+        Row(True, LONG, replace(FP8_IN_SEQUENCE, dynamic_tiles=True)),
+    ),
+}
 # For head dims of V above 128: the keys of a tile, and the columns whose P V has registers beside O at a time. P V
 # takes the registers of S; where it has fewer, ptxas drains every wgmma by itself.
 FP8_COLUMNS = {192: (96, 96), 256: (128, 128)}
@@ -324,6 +341,9 @@ FLOAT32_SM90 = {
 # 256 935 864, 1026 973, 1070 1034, causal 681 581, 868 798, 963 940. Longer ones were not measured. Three warpgroups
 # of head_dim 64 lack the registers beside warps that transpose.
 TRANSPOSED_QUERIES = {64: (2048, 4096), 128: (512, 4096), 256: (4096, 4096)}
+# Without p_codes, 64 at 1024 and 2048 466 453, 532 542, causal at 4096 486 479; 128 at 4096 876 856, causal 739 719;
+# 256 at 1024 and 2048 849 825, 936 957, causal at 4096 883 870.
+TRANSPOSED_QUERIES_EXACT = {64: (1024, 4096), 128: (4096, 4096), 256: (1024, 4096)}
 TRANSPOSING_FP8 = {64: FP8_OVERLAPPED, 128: FP8_OVERLAPPED, 256: FP8_FREE}
 
 
@@ -336,19 +356,22 @@ def _fp8_config(problem: AttentionProblem, may_transpose: bool = True) -> Forwar
     columns = head_dim_tile(problem.head_dim_v)
     lengths = problem.seqlen_q, problem.seqlen_k
     seqlen_q, seqlen_k = (n // max(1, problem.batch) if problem.is_packed else n for n in lengths)
-    transposes_v = not problem.quantization.v_keys_last and seqlen_q <= TRANSPOSED_QUERIES[width][is_causal]
-    transposes_v = transposes_v and may_transpose
+    exact_lse = problem.quantization.exact_lse
+    most = (TRANSPOSED_QUERIES_EXACT if exact_lse else TRANSPOSED_QUERIES)[width][is_causal]
+    transposes_v = may_transpose and not problem.quantization.v_keys_last and seqlen_q <= most
     # these take registers, which the rows below do not leave; not measured
     takes_registers = problem.softcap is not None or problem.mask.window_left is not None
     takes_registers = takes_registers or (widest > 128 and problem.has_seqused_k)
     if takes_registers:
         config = replace(FP8_IN_SEQUENCE, dynamic_tiles=is_causal)
-    elif transposes_v:
+    elif transposes_v and not exact_lse:
         config = replace(TRANSPOSING_FP8[width], dynamic_tiles=is_causal)
     else:
-        row = row_of(FORWARD_FP8[width], is_causal, seqlen_k)
+        row = row_of((FORWARD_FP8_EXACT if exact_lse else FORWARD_FP8)[width], is_causal, seqlen_k)
         assert row is not None
         config = row.config
+        if transposes_v and config.cluster_size > 1:  # pairs share what they load, and none of what they transpose
+            config = replace(config, cluster_size=1, dynamic_tiles=True)
     is_measured = widest <= 64 and not (takes_registers or problem.is_packed or problem.has_seqused_k)
     if columns > 128:
         tile_n, pv_columns = (64, 64) if takes_registers and columns > 192 else FP8_COLUMNS[columns]
@@ -356,7 +379,7 @@ def _fp8_config(problem: AttentionProblem, may_transpose: bool = True) -> Forwar
     elif not config.overlap_gemm_softmax and columns < config.tile_n and not is_measured:
         # enough registers for P V of its own
         config = replace(FP8_OVERLAPPED, dynamic_tiles=config.dynamic_tiles)
-    config = _adapted(replace(config, transposes_v=transposes_v), problem)
+    config = _adapted(replace(config, transposes_v=transposes_v, p_codes=not exact_lse), problem)
     try:
         config.check(problem)
     except UnsupportedError:

@@ -88,7 +88,10 @@ def prepare(
     """`forward` for calls of one problem on one device; holds no tensor."""
     if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return functools.partial(outputs_without_keys, problem)
-    config = config or tuned.refined(heuristics.forward_config_sm90(problem), "fwd", "sm90", problem, ARCH, device)
+    if config is None:
+        config = tuned.refined(heuristics.forward_config_sm90(problem), "fwd", "sm90", problem, ARCH, device)
+    elif problem.quantization is not None:
+        config.check(problem)  # gradients, which are not known before, may refuse it
     kernel = compile.get(*compile_request(problem, config))
     grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
     switches = config.dynamic_tiles, config.transposes_v
