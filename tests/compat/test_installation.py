@@ -101,6 +101,9 @@ def test_undo_is_complete():
             compat.uninstall()
             compat.install()
         import flash_attn  # the block has left the later installation alone
+        other = sys.modules["flash_attn"] = type(sys)("flash_attn")
+        compat.uninstall()
+        assert sys.modules["flash_attn"] is other
     """)
 
 

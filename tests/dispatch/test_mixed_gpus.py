@@ -117,6 +117,7 @@ def test_whether_parts_are_merged_by_a_kernel(gpus, index):
     outs = qkv(index)[:1] * 2
     lses = [torch.zeros(2, 4, 40, device=f"cuda:{index}")] * 2
     assert partials_ops.merges_in_one_kernel(outs, lses) == (index < 2)
+    assert not partials_ops.merges_in_one_kernel([t.double() for t in outs], lses)
 
 
 def test_a_capture_is_looked_for_on_the_tensors_gpu(gpus, monkeypatch):

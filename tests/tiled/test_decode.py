@@ -180,10 +180,13 @@ def test_splits_that_see_nothing():
     assert (lse[1] == 1).all()
 
 
-def test_keys_of_equal_parts_give_equal_bits_in_any_batch_and_any_cache():
-    q, k, v = dense(batch=5, room=700, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("backend", "sizes"), [("tiled", {}), ("cpu", {"seqlen_q": 130, "head_dims": (32, 32)})], ids=str
+)
+def test_keys_of_equal_parts_give_equal_bits_in_any_batch_and_any_cache(backend, sizes):
+    q, k, v = dense(batch=5, room=700, dtype=torch.bfloat16, **sizes)
     filled = lengths(700, 130, 64, 65, 3)
-    options = {"split_size": 64, "return_lse": True}
+    options = {"split_size": 64, "return_lse": True, "backend": backend}
     together = onepass.attention_decode(q, k, v, cache_seqlens=filled, **options)
     for b in range(5):
         at = slice(b, b + 1)

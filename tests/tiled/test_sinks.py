@@ -195,6 +195,14 @@ def results_with(value, dtype, seqlen_q=24, seqlen_k=10):
     return out, lse, *torch.autograd.grad(loss, (q, k, v, sinks))
 
 
+def test_an_infinite_gradient_of_lse_ends_at_a_row_without_sink_and_keys():
+    tensors = [randn(1, n, 2, 8, seed=n, dtype=torch.float32).requires_grad_() for n in (6, 4, 4)]
+    sinks = torch.full((2,), -INF, requires_grad=True)
+    _, lse = onepass.attention(*tensors, causal=True, sinks=sinks, return_lse=True)
+    gradients = torch.autograd.grad(lse.square().sum(), (*tensors, sinks))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 @pytest.mark.parametrize("seqlen_k", [10, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, FP64])
 @pytest.mark.parametrize("value", [-INF, INF, NAN])

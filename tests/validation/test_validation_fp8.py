@@ -109,6 +109,7 @@ def stored(**changes):
             r"score_shift: expected shape \(2, 4, 70\), got \(2, 70, 4\)",
         ),
         ({"v_mean": torch.ones(2, 8)}, ValueError, r"v_mean: expected shape \(2, 2, 8\), got \(2, 8\)"),
+        ({"v_mean": torch.ones(1, 2, 8)}, ValueError, r"v_mean: expected shape \(2, 2, 8\), got \(1, 2, 8\)"),
         ({"v_mean": torch.ones(3, 2, 8)}, ValueError, r"v_mean: expected shape \(2, 2, 8\), got \(3, 2, 8\)"),
     ],
     ids=message_id,
