@@ -33,8 +33,8 @@ def _cache(monkeypatch):
 class Crew:
     """Make workers that refuse odd keys, die of key 5 and are slow with key 6."""
 
-    def __init__(self):
-        self.compiled, self.closed = [], 0
+    def __init__(self, error=OSError):
+        self.compiled, self.closed, self.error = [], 0, error
         self.has_begun_6, self.killed = threading.Event(), threading.Event()
 
     def __call__(self):
@@ -44,7 +44,7 @@ class Crew:
         ((number,), crew) = request[1], self
         crew.compiled.append(number)
         if number == 5:
-            raise OSError("no more processes")
+            raise self.error("no more processes")
         if number == 6:
             crew.has_begun_6.set()
             crew.killed.wait(10)
@@ -99,7 +99,7 @@ def test_ctrl_c_waits_for_nobody():
 
 def test_in_the_background():
     """Failures are available after the body, and requests that are not done by then are dropped."""
-    crew = Crew()
+    crew = Crew(RuntimeError)
     with compiling_in_background(REQUESTS, 1, crew) as failed:
         assert crew.has_begun_6.wait(10)
         assert failed == {}
@@ -108,7 +108,7 @@ def test_in_the_background():
     assert {key: reason for (_, (key,), _), reason in failed.items()} == {
         1: "odd",
         3: "odd",
-        5: "OSError: no more processes",
+        5: "RuntimeError: no more processes",
     }
     assert crew.closed == 1
 

@@ -384,9 +384,11 @@ def a_device_without_a_backend(rank: int) -> list[str]:
     return [message_of(lambda: distributed.attention(*tensors, plan)), message_of(lambda: decoded(plan))]
 
 
-def tensors_to_unshard(rank: int) -> str:
+def tensors_to_unshard(rank: int) -> list[str]:
     plan = distributed.plan(64, **HEADS)
-    return message_of(lambda: plan.unshard(torch.zeros(1, 32, 2 + rank), 1))
+    dtype = (torch.float32, torch.int32)[rank]
+    tensors = torch.zeros(1, 32, 2 + rank), torch.zeros(1, 32, 2, dtype=dtype)
+    return [message_of(lambda t=t: plan.unshard(t, 1)) for t in tensors]
 
 
 def ranks_that_are_gone(rank: int) -> list[str]:

@@ -161,8 +161,9 @@ def test_a_device_without_a_backend():
 
 
 def test_tensors_to_unshard():
-    for message in run_ranks(2, disagreements.tensors_to_unshard):
-        assert message.endswith("same other sizes on all ranks, but rank 0 has (1, 2) and rank 1 has (1, 3)")
+    for sizes, dtypes in run_ranks(2, disagreements.tensors_to_unshard):
+        assert sizes.endswith("same other sizes on all ranks, but rank 0 has (1, 2) and rank 1 has (1, 3)")
+        assert dtypes.endswith("same dtype on all ranks, but rank 0 has torch.float32 and rank 1 has torch.int32")
 
 
 GONE = "but one of them is gone or has not come within the group's timeout ("

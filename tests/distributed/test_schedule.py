@@ -313,6 +313,7 @@ def test_bytes_that_are_copied():
     traffic = cost._Traffic(plan.schedule, head_dim=1, itemsize=1)
     (step,) = plan.schedule.steps
     assert not plan.schedule.sums_keys()
+    assert distributed.plan(8, num_ranks=2, num_heads_q=2, num_heads_kv=1, engine="heads").schedule.sums_keys()
     # rows of q, k and v go into messages, and those that came or stayed into buffers; out goes the same ways back
     assert traffic.copied_forward(step, 0) == 3 * 12 + 12
     # q, k, v and the gradient of out are copied like this; dq, dk and dv go back; out is read for 4 rows of two heads
