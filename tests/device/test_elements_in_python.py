@@ -74,8 +74,8 @@ def fresh(name):
 @pytest.fixture
 def device(monkeypatch):
     """The modules of device code, with the kernel language replaced by Python. A warp has one lane."""
-    names = "blocks.softmax.mask", "blocks.softmax.modifiers", "blocks.softmax.sinks"
-    names += "memory_bound.append", "memory_bound.backward_rows", "memory_bound.quantize_block"
+    names = "blocks.softmax.mask", "blocks.softmax.modifiers", "blocks.softmax.sinks", "memory_bound.append"
+    names += "memory_bound.backward_rows", "memory_bound.quantize_block", "memory_bound.quantize_values"
     modules = {name.split(".")[-1]: fresh(f"onepass.kernels.device.{name}") for name in names}
     modifiers = modules["modifiers"]
     language = SimpleNamespace(range_constexpr=range, const_expr=lambda value: value)
@@ -381,6 +381,18 @@ def test_rows_of_a_block_that_shares_a_scale(device, has_used):
     used = Values([100, 80]) if has_used else None
     assert find(150, 1, 1, None, used) == (64, 64, 16 if has_used else 64, 1)
     assert find(150, 2, 0, None, used) == (128, 22, -28 if has_used else 22, 0)
+
+
+def test_a_mean_is_subtracted_from_keys_that_exist(device, monkeypatch):
+    rng, module = np.random.default_rng(0), device.quantize_values
+    monkeypatch.setattr(module, "unpack_pair", lambda pair, dtype: pair)
+    kernel = SimpleNamespace(passes=1, dtype=None, region=lambda i: (0, 3), first_key=lambda four: 2)
+    given, means, values = rng.random((8, 4)), Values(rng.random((8, 1))), Values(np.zeros((8, 4, 1)))
+    words = {(w, key, 0): given[2 * w : 2 * w + 2, key] for w in range(4) for key in range(4)}
+    for num_used in range(13):
+        module.QuantizeValues.fill(kernel, values, words, means, num_used)
+        expected = np.where(2 + np.array(module.KEY_OFFSETS) < num_used, given - means.array, 0.0)
+        np.testing.assert_array_equal(values.array[..., 0], expected)
 
 
 @pytest.mark.parametrize("m_tiles", [1, 2])

@@ -84,6 +84,11 @@ def test_the_larger_tile_of_a_backward_is_for_modifiers_that_leave_it_registers(
     assert heuristics.backward_config_sm90(asked).tile_m == tile_m
 
 
+def test_few_queries_of_a_group_with_modifiers_have_a_configuration():
+    asked = problem(128, 128, 4, num_heads_kv=1, has_alibi=True)
+    heuristics.forward_config_sm90(asked).check(asked)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "mask", "num_heads_kv", "overlaps"),
     [(64, CAUSAL, 4, False), (128, CAUSAL, 4, True), (128, Mask(), 4, True), (128, CAUSAL, 1, False)],

@@ -359,6 +359,8 @@ def test_bench_passes_its_options_on(monkeypatch):
     ((sets, options),) = asked
     assert options == rows.Options("cpu", ["sdpa"], 2, 0.5)
     assert {case.dtype for case_set in sets for case in case_set.cases} == {"float64"}
+    invoke("bench", "decode", "decode-rows", "--device", "cpu")
+    assert [case_set.name for case_set in asked[1][0]] == ["decode-cpu"] * 2
 
 
 @pytest.mark.parametrize("status", [0, 1, 130])
