@@ -96,6 +96,7 @@ def device(monkeypatch):
         "online": "blocks.softmax.online",
         "scales": "blocks.softmax.cache_scales",
         "paged": "blocks.tiles.paged",
+        "packed": "blocks.tiles.packed",
         "append": "memory_bound.append",
         "bounds": "memory_bound.query_bounds",
         "rows": "memory_bound.backward_rows",
@@ -164,6 +165,32 @@ def test_rows_in_pages(device):
                 boxes.look_up.__wrapped__(boxes, entry, key // 32, seqlen_k)
                 nearest = min((key // 32 * 4 + lane % 4) * 8, seqlen_k - 1)
                 assert boxes.k_boxes.array.tolist() == [page_of(entry, nearest), nearest % PAGE_SIZE // 8]
+
+
+class Heads(int):
+    """A number of heads, as a kernel divides by it."""
+
+    divisor = property(int)
+
+
+def test_tiles_over_a_cache(device, monkeypatch):
+    """Rows that belong to no sequence see no key."""
+    packed, schedule = device.packed, device.packed.PackedSchedule
+    one_lane = SimpleNamespace(inclusive_sum=lambda x: x, count=int, broadcast=lambda x, lane: x)
+    monkeypatch.setattr(packed, "warp", one_lane)
+    for name in ("_count_tiles", "find"):
+        monkeypatch.setattr(schedule, name, getattr(schedule, name).__wrapped__)
+    offsets, used = [0, 5, 5, 38, 39, 60], [7, 3, 90, 50]
+    lengths = packed.Lengths(Values(offsets[:-1]), None, Values(used))
+    tiles = schedule(lengths, offsets[-1], 80, Heads(2), 16, False)
+    found = [tiles.find(number) for number in range(tiles.num_tiles)]
+    seen = {(t.start_q + 16 * t.m_block, t.head): (t.sequence, t.seqlen_k) for t in found}
+    assert seen == {
+        (start + row, head): (i, [7, 3, 80, 50, 0][i])
+        for i, (start, end) in enumerate(itertools.pairwise(offsets))
+        for row in range(0, end - start, 16)
+        for head in range(2)
+    }
 
 
 def test_places_of_new_keys(device):
