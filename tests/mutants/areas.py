@@ -102,6 +102,7 @@ COMPILER = (
     "tests/compiler/test_pool.py",
     "tests/launch/test_tuned.py",
     "tests/tools/test_cli.py",
+    "tests/tools/test_cli_bench.py",
 )
 
 AREAS = (
@@ -406,7 +407,10 @@ AREAS = (
         (
             Group(("onepass/cli/demo*.py",), ("tests/tools/test_demo.py",)),
             Group(("onepass/cli/tune.py",), ("tests/tools/test_cli_tune.py",)),
-            Group(("onepass/cli/*.py",), ("tests/tools/test_cli.py", "tests/tools/test_cli_progress.py")),
+            Group(
+                ("onepass/cli/*.py",),
+                ("tests/tools/test_cli.py", "tests/tools/test_cli_bench.py", "tests/tools/test_cli_progress.py"),
+            ),
             Group(
                 ("onepass/__main__.py", "onepass/log.py", "onepass/startup.py"),
                 ("tests/tools/test_log.py", "tests/tools/test_cli.py"),

@@ -4,6 +4,7 @@ import gc
 import types
 
 import pytest
+import torch
 
 from onepass.bench import memory, timing
 
@@ -16,3 +17,13 @@ def _no_collections():
         for module in (memory, timing):
             patch.setattr(module, "gc", standing_in)
         yield
+
+
+@pytest.fixture
+def wide_and_single_threaded(monkeypatch):
+    """Keep tables in one piece, and use one thread: threads that wait for one another make small problems slow."""
+    monkeypatch.setenv("COLUMNS", "200")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

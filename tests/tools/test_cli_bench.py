@@ -1,0 +1,183 @@
+"""`onepass bench` on the command line, without a terminal."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from onepass.bench import rows, run
+from onepass.bench.cases import Case, CaseSet
+from onepass.cli import bench as cli_bench
+from onepass.cli.app import app
+from onepass.cli.console import make_console
+
+pytestmark = pytest.mark.usefixtures("wide_and_single_threaded")
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def _small_gemm(monkeypatch):
+    """A CPU without instructions for float16 takes seconds for the GEMM of the full size."""
+    monkeypatch.setattr(cli_bench, "Options", functools.partial(rows.Options, gemm_size=64))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small_gemm")
+def test_bench_smoke(tmp_path):
+    path, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    arguments = ["bench", "smoke", "--device", "cpu", "--rounds", "2", "--peers", "sdpa,fa4"]
+    result = invoke(*arguments, "--json", str(path), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    data = json.loads(path.read_text())
+    assert data["status"] == "complete"
+    assert len(data["rows"]) == 4
+    assert list(data["header"]["peers"]["absent"]) == ["fa4"]
+    assert "absent: fa4" in result.output
+    assert "geometric mean" in result.output
+    assert picture.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small_gemm")
+def test_bench_filters(tmp_path):
+    path = tmp_path / "bench.json"
+    arguments = ["--rounds", "2", "--only", "direction=bwd", "--dtype", "float64", "--json", str(path)]
+    result = invoke("bench", "smoke", "--device", "cpu", *arguments)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["case"]["direction"], row["case"]["dtype"]) == ("bwd", "float64")
+
+
+@pytest.mark.parametrize(("fastest", "figure"), [(0.25, "250.0"), (40.0, "40.0")])
+def test_tables_of_bench(monkeypatch, fastest, figure):
+    """Times are in ms, or us for steps of decoding; speeds in TFLOP/s, or GFLOP/s below 10; memory in MiB."""
+    case = Case.square(64, 2, 32, dtype="float32").to_dict()
+
+    def row(measure, **entries):
+        contenders = {"onepass": entries | {"median_ms": 0.5, "p20_ms": 0.25, "p80_ms": 0.75}}
+        contenders["sdpa"] = contenders["onepass"] | {"median_ms": 1.0}
+        ratios = {"speed_ratio": {"sdpa": {"median": 2.0}}, "score_matrix_bytes": 3 * 2**20}
+        row = {"set": measure, "measure": measure, "label": "d32 float32", "case": case, "contenders": contenders}
+        return row | {"failed": {}, "skipped": {}, "rounds": 7} | ratios
+
+    tables = {
+        cli_bench._time_table: (
+            row("time", tflops=fastest, gemm_share=0.8),
+            ("0.500", "0.250-0.750", figure, "80 %", "1.000  2.00x", "7", "TFLOP/s" if fastest > 10 else "GFLOP/s"),
+        ),
+        cli_bench._memory_table: (row("memory", extra_bytes=5 * 2**19), ("2.5", "3", "MiB")),
+        cli_bench._decode_table: (
+            row("decode", tb_per_s=fastest, of_copy=0.9),
+            ("500.0 us", "40.00 TB/s" if fastest > 1 else "250 GB/s", "90 %", "2.00x"),
+        ),
+    }
+    for make, (content, texts) in tables.items():
+        out = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", out)
+        make_console().print(make(CaseSet("a", "b", ()), [content]))
+        for text in texts:
+            assert text in out.getvalue()
+
+
+def test_lines_of_a_bench_in_short():
+    entry = {"extra_bytes": 5 * 2**19, "median_ms": 0.5}
+    row = {"measure": "memory", "contenders": {"onepass": entry}, "failed": {"sdpa": "why"}}
+    assert cli_bench._in_short(row) == "onepass 2.5 MiB, sdpa FAILED: why"
+    assert cli_bench._in_short(row | {"measure": "time"}) == "onepass 0.500 ms, sdpa FAILED: why"
+    assert cli_bench._in_short(row | {"contenders": {}, "failed": {}}) == "skipped"
+
+
+def test_bench_passes_its_options_on(monkeypatch):
+    asked = []
+    report = SimpleNamespace(status="complete", wrong=[], rows=[])
+    monkeypatch.setattr(cli_bench, "run", lambda sets, options, *rest: asked.append((sets, options)) or report)
+    monkeypatch.setattr(cli_bench, "_print_report", lambda *arguments: None)
+    arguments = ("--rounds", "2", "--time-budget", "0.5", "--peers", "sdpa", "--dtype", "float64")
+    result = invoke("bench", "smoke", "--device", "cpu", *arguments)
+    assert result.exit_code == 0, result.output
+    ((sets, options),) = asked
+    assert options == rows.Options("cpu", ["sdpa"], 2, 0.5)
+    assert {case.dtype for case_set in sets for case in case_set.cases} == {"float64"}
+    invoke("bench", "decode", "decode-rows", "--device", "cpu")
+    assert [case_set.name for case_set in asked[1][0]] == ["decode-cpu"] * 2
+
+
+@pytest.mark.parametrize("status", [0, 1, 130])
+def test_bench_runs_the_context_parallel_suite(monkeypatch, status):
+    from onepass.bench.suites import context_parallel
+
+    asked = []
+    monkeypatch.setattr(context_parallel, "main", lambda arguments: asked.append(arguments) or status)
+    suite = ("bench", "context-parallel", "--device", "cpu")
+    assert invoke(*suite, "--rounds", "3", "--only", "causal", "--peers", "none").exit_code == status
+    assert invoke(*suite).exit_code == status
+    common = ["--device", "cpu", "--peers"]
+    assert asked == [
+        [*common, "0", "--cases", "causal", "--smoke", "--rounds", "3"],
+        [*common, "1", "--cases", "", "--smoke"],
+    ]
+    assert invoke(*suite, "--dtype", "float32").exit_code == 2
+
+
+def test_plain_bench_on_a_cpu_runs_its_sets_into_one_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "_time_row", lambda *args: _empty_row("time", *args))
+    monkeypatch.setattr(run, "_memory_row", lambda *args: _empty_row("memory", *args))
+    path = tmp_path / "all.json"
+    result = invoke("bench", "--device", "cpu", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["set"] for row in rows] == ["cpu"] * 24 + ["cpu-bf16"] * 24 + ["window"] * 4 + ["memory"] * 4
+    assert {row["measure"] for row in rows if row["set"] == "memory"} == {"memory"}
+
+
+def _empty_row(measure, set_name, case, found, options):
+    return {**run._new_row(set_name, measure, case, options), "score_matrix_bytes": 0}
+
+
+@pytest.mark.parametrize(
+    ("failure", "exit_code", "text"),
+    [
+        (KeyboardInterrupt, 130, "interrupted after 0 of 4 cases"),
+        ({"onepass": "max error 1"}, 1, "onepass failed in 4 of 4 cases"),
+        ({"sdpa": "out of memory"}, 0, "FAILED sdpa"),
+    ],
+)
+def test_exit_codes_of_bench(monkeypatch, failure, exit_code, text):
+    def row(*args):
+        if failure is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return {**_empty_row("time", *args), "failed": failure}
+
+    monkeypatch.setattr(run, "_time_row", row)
+    result = invoke("bench", "smoke", "--device", "cpu")
+    assert result.exit_code == exit_code
+    assert text in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nonsense"], "expected one of paper, cpu"),
+        (["smoke", "--device", "tpu"], "expected auto, cpu, cuda"),
+        (["smoke", "--peers", "fa9"], "fa9"),
+        (["smoke", "--dtype", "int8"], "int8"),
+        (["smoke", "--only", "head_dim=7"], "no case"),
+    ],
+)
+def test_bench_refuses_what_makes_no_sense(arguments, text):
+    result = invoke("bench", *arguments)
+    assert result.exit_code == 2
+    assert text in result.output
+    assert "Traceback" not in result.output
