@@ -274,7 +274,7 @@ def test_descales_that_no_key_can_have(kind, value):
 
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_descales_of_exactly_the_keys_are_checked(is_paged):
-    """Of blocks (or pages) of 16 keys, those that hold keys from a sequence's start to its end."""
+    """A descale of 0 is refused only in blocks (or pages) that hold keys between a sequence's start and its end."""
     kind = "page" if is_paged else "block"
     arguments, _ = arguments_of(kind)
     for start, end in ((0, 1), (5, 12), (15, 17), (16, 32), (17, 64), (33, 48), (20, 20)):

@@ -269,7 +269,8 @@ FORWARD_FP8 = {
         ),
     ),
 }
-# The same for calls whose lse or gradients are used, without p_codes; under "exponentials" above are their TFLOP/s.
+# Calls whose lse or gradients are used run without p_codes, by these rows. FORWARD_FP8 has their TFLOP/s as
+# "exponentials".
 FORWARD_FP8_EXACT = {
     64: (
         Row(False, 1024, replace(FP8_IN_SEQUENCE, tile_n=64, num_warpgroups=4)),

@@ -59,8 +59,8 @@ from . import online as online_softmax
 from .online import ROWS, OnlineSoftmax, Scores
 
 SCALE_BLOCK_LOG2 = SCALE_BLOCK.bit_length() - 1
-# Of p_codes: an octave has eight codes, P = 1 has the code 8 * 15 - 0.465, and a code is a float16 without its last
-# seven bits.
+# With p_codes an octave has eight codes, P = 1 has the code 8 * 15 - 0.465, and a code is the bits of a float16 without
+# the last seven.
 CODE_UNIT, CODE_OF_ONE, CODE_SHIFT = 8 * 2.0**-24, 15.0 - 0.465 / 8, 7
 
 
