@@ -169,8 +169,26 @@ def last_key_block(
     return (key_range(m_end - 1, m_end, seqlen_q, seqlen_k, window_left, window_right)[1] - 1) // tile_n
 
 
+def turn_in_ring(place: int, m_block: int, ring: int, lag: int) -> int:
+    """How many tiles of a ring add to a block of queries before the tile at `place`, which begins with place * lag.
+
+    Each tile of a ring begins `lag` blocks after the one before, and goes around: all of them work on different blocks
+    at any time. The first to add to a block is the last tile that begins at it or before it.
+    """
+    first = minimum(m_block // lag, ring - 1)
+    return first - place + select(first < place, ring, 0)
+
+
 def following_query_block(
-    head: int, m_block: int, first_head: int, num_heads: int, first: int, last: int, in_turns: bool, descending: bool
+    head: int,
+    m_block: int,
+    first_head: int,
+    num_heads: int,
+    first: int,
+    last: int,
+    in_turns: bool,
+    descending: bool,
+    in_ring: bool = False,
 ) -> tuple[int, int]:
     """The head and query block that a tile of keys visits after m_block, within the blocks [first, last) of each head.
 
@@ -183,11 +201,14 @@ def following_query_block(
             visited one step before. But short tiles come first, and the longest ends last. If False, turns begin with
             the first tile, and tiles with their last block; among tiles that begin together each falls one step behind
             the one before.
+        in_ring: the block after the last one is the first (see `turn_in_ring`).
     """
     if not in_turns:
         is_last = m_block == last - 1
         return head + select(is_last, 1, 0), select(is_last, first, m_block + 1)
-    following = m_block + 1 if descending else m_block - 1
+    following = m_block + 1 if in_ring else select(descending, m_block + 1, m_block - 1)
+    if in_ring:
+        following = select(following == last, first, following)
     if num_heads == 1:
         return head, following
     is_last = head == first_head + num_heads - 1

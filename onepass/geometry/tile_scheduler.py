@@ -49,12 +49,15 @@ class Divisors(NamedTuple):
     num_heads: Any
 
 
-def tile_number(cta: Any, wave: Any, num_ctas: Any, in_a_row: Any = None) -> Any:
+def tile_number(cta: Any, wave: Any, num_ctas: Any, in_a_row: Any = None, forwards: bool = False) -> Any:
     """The number of the tile that thread block `cta` computes in wave `wave`.
 
     Args:
         in_a_row: tiles that a thread block takes together, in ascending order; None: one.
+        forwards: every wave goes forwards, so that any num_ctas tiles in a row are of different thread blocks.
     """
+    if forwards:
+        return wave * num_ctas + cta
     if in_a_row is not None:
         group = wave // in_a_row
         return tile_number(cta, group, num_ctas) * in_a_row + wave - group * in_a_row
@@ -74,6 +77,24 @@ def tile_coord(number: Any, divisors: Divisors, num_m_blocks: Any, batch: Any) -
     head_in_section = select(is_last, head_in_last, head_in_section)
     batch_entry, head = divmod(first_head + head_in_section, divisors.num_heads)
     return TileCoord(num_m_blocks - 1 - rank, head, batch_entry)
+
+
+def turning_coord(number: Any, divisors: Divisors, num_blocks: Any, batch: Any) -> tuple[TileCoord, Any]:
+    """The tile of keys with a number, and whether its head ascends (see `block_range.following_query_block`).
+
+    Heads descend one after another: n_block num_blocks - 1, ..., 0 of the first head, then those of the next one. The
+    last heads (`heads_in_last_section`) ascend together: n_block 0 of all of them, then 1, ... Each order has its tiles
+    in the order of their turns, and the longest tiles are not the last ones.
+
+    Args: divisors: with sections of one head, but for the last section.
+    """
+    ascending = _value(divisors.heads_in_last_section)
+    descending = _value(divisors.num_heads) * batch - ascending
+    head, rank = divmod(number, divisors.tiles_per_section)
+    ascends = number >= descending * num_blocks
+    n_block, in_section = divmod(maximum(number - descending * num_blocks, 0), divisors.heads_in_last_section)
+    batch_entry, head = divmod(select(ascends, descending + in_section, head), divisors.num_heads)
+    return TileCoord(select(ascends, n_block, num_blocks - 1 - rank), head, batch_entry), ascends
 
 
 def _value(divisor: Any) -> Any:

@@ -192,7 +192,8 @@ def _is_futile(config: Any, usual: Any, problem: AttentionProblem) -> bool:
 
 
 def _has_order_of(config: Any, usual: Any) -> bool:
-    return not any(_differ(name, config, usual) for name in ("dynamic_tiles", "longest_first", "descending_turns"))
+    names = "dynamic_tiles", "longest_first", "descending_turns", "ascending_end", "ring_lag"
+    return not any(_differ(name, config, usual) for name in names)
 
 
 def _differ(name: str, one: Any, other: Any) -> bool:

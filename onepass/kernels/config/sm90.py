@@ -304,6 +304,11 @@ class BackwardConfigSm90(LaunchConfig):
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
         descending_turns: tiles of keys of a deterministic problem add to a dQ from the last one to the first, not the
             other way round: see block_range.following_query_block.
+        ascending_end: with descending_turns, the last heads, as many as fit into L2 together, take the other order, so
+            that the longest tiles do not come last. Not for packed sequences.
+        ring_lag: tiles of keys of a deterministic problem without a mask go around all query blocks in rings, each this
+            many blocks after the one before it: see block_range.turn_in_ring. 0: in one of the orders above. Neither
+            for packed sequences, seqused_k, ranges, positions and left padding, nor with dynamic_tiles.
         overlap_gradients: dS is computed while the GEMM of dV runs, and the next P while that of dK does; else after
             them, while the other warpgroup has the tensor cores. Not with by_gradient.
         paired: clusters of two thread blocks take the 128 keys of a tile together, 64 each. They share the loads of Q
@@ -322,6 +327,8 @@ class BackwardConfigSm90(LaunchConfig):
     longest_first: bool = True
     dynamic_tiles: bool = False
     descending_turns: bool = False
+    ascending_end: bool = False
+    ring_lag: int = 0
     overlap_gradients: bool = False
     paired: bool = False
 
@@ -364,6 +371,14 @@ class BackwardConfigSm90(LaunchConfig):
     def adds_descending(self, problem: AttentionProblem) -> bool:
         """Whether these turns begin with the last tile."""
         return self.descending_turns and self.adds_in_turns(problem)
+
+    def has_ascending_end(self, problem: AttentionProblem) -> bool:
+        """Whether the last heads take the other order than those before."""
+        return self.ascending_end and self.adds_descending(problem) and not problem.is_packed
+
+    def adds_in_rings(self, problem: AttentionProblem) -> bool:
+        """Whether these turns go around."""
+        return self.ring_lag > 0 and self.adds_in_turns(problem)
 
     def rows_in_background(self, problem: AttentionProblem) -> bool:
         """Whether the main kernel is the only one."""
@@ -441,6 +456,8 @@ class BackwardConfigSm90(LaunchConfig):
         # and in pairs empty of dS
         barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0)
         barriers += 3 if self.paired else 2 * DS_BUFFERS
+        if self.adds_in_turns(problem):
+            barriers += 4 * self.num_warpgroups
         flags = 16 * self.consumer_warps * self.flag_vectors(problem)
         total = 2 * (kv + q_do + ds + p) + 4 * stats + flags + 8 * barriers
         if self.rows_in_background(problem):
@@ -466,6 +483,8 @@ class BackwardConfigSm90(LaunchConfig):
             raise UnsupportedError(f"tile_m: expected 64 with by_gradient, got {self.tile_m}")
         if self.by_gradient and self.overlap_gradients:
             raise UnsupportedError("overlap_gradients: expected False with by_gradient")
+        if self.ring_lag < 0 or (self.adds_in_rings(problem) and not self._permits_rings(problem)):
+            raise UnsupportedError(f"ring_lag: expected 0 where tiles differ or are drawn, got {self.ring_lag}")
         if self.paired:
             self._check_paired(problem)
         if self.private_dq and problem.has_modifiers:
@@ -490,6 +509,10 @@ class BackwardConfigSm90(LaunchConfig):
         if registers > available - 32:
             needs = f"{self} needs {registers} for dK, dV, S, P and dS"
             raise UnsupportedError(f"registers: {needs}, a thread has {available} and addresses take 32 of them")
+
+    def _permits_rings(self, problem: AttentionProblem) -> bool:
+        is_even = problem.mask.is_full and not (problem.is_packed or problem.has_seqused_k or problem.has_intervals)
+        return is_even and not self.dynamic_tiles
 
     def _check_paired(self, problem: AttentionProblem) -> None:
         if not self.by_gradient or self.private_dq:

@@ -430,7 +430,7 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
         if _is_paired(problem):
             has_room = head_dim_tile(problem.head_dim) == 192 and not problem.deterministic
             config = replace(config, paired=True, background_rows=False, q_stages=3 if has_room else 2)
-        return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
+        return _with_turns(config, problem)
     # the slopes of a softcap, and most modifiers, take the registers of the larger tile
     if widest > 64 or problem.softcap is not None or _takes_registers_in_backward(problem):
         config = BackwardConfigSm90(q_stages=3, dynamic_tiles=is_dynamic, background_rows=in_background)
@@ -439,6 +439,20 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     config = replace(config, overlap_gradients=_overlaps_gradients(problem, config))
     if _has_short_sequences(problem, config, is_growing):
         return replace(config, private_dq=True, dynamic_tiles=False)
+    return _with_turns(config, problem)
+
+
+RING_LAG = 2  # query blocks
+
+
+def _with_turns(config: BackwardConfigSm90, problem: AttentionProblem) -> BackwardConfigSm90:
+    """The configuration with the order of turns of deterministic gradients.
+
+    Rings: where no tile is longer than another one, and the lengths are known.
+    """
+    is_even = problem.mask.is_full and not (problem.is_packed or problem.has_seqused_k or problem.has_intervals)
+    if problem.deterministic and is_even:
+        return replace(config, ring_lag=RING_LAG, dynamic_tiles=False)
     return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
 
 

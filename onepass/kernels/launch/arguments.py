@@ -112,6 +112,7 @@ class BackwardSm90Arguments(NamedTuple):
     counter: Any = None
     blocks_per_head: Any = None
     heads_per_section: Any = None
+    tiles_in_ring: Any = None
     num_ctas: Any = None
 
 

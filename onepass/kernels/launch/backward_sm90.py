@@ -126,6 +126,12 @@ class Launch(BackwardLaunch):
             return self.num_ctas * self.problem.qhead_per_kvhead * self.blocks_per_head
         return super().accumulator_blocks
 
+    @functools.cached_property
+    def tiles_in_ring(self) -> int | None:
+        if not self.config.adds_in_rings(self.problem):
+            return None
+        return tiles_in_ring(self.problem, self.config, self.num_ctas // self.config.tile_blocks)
+
     def launch_main(self, rows: dict[str, Tensor | None], **arguments: Any) -> None:
         device, progress = arguments["q"].get_device(), None
         if self.config.rows_in_background(self.problem):
@@ -138,6 +144,7 @@ class Launch(BackwardLaunch):
                 progress=progress,
                 counter=tile_counter(device) if self.config.dynamic_tiles else None,
                 heads_per_section=self.heads_per_section,
+                tiles_in_ring=self.tiles_in_ring,
                 num_ctas=self.num_ctas,
                 **arguments,
             )
@@ -148,7 +155,7 @@ class Launch(BackwardLaunch):
 
 
 def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm90, num_ctas: int) -> int:
-    """kv heads that are worked on at a time, see geometry/tile_scheduler.py.
+    """kv heads that are worked on at a time, see geometry/tile_scheduler.py; with ascending_end the last ones alone.
 
     Args: num_ctas: thread blocks (or pairs of them) that take tiles.
     """
@@ -158,6 +165,10 @@ def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm90, num
     # what a kv head's tiles read and write again and again: Q, dO and the accumulator
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dims(problem)[0]
     bytes_per_head = problem.seqlen_q * problem.qhead_per_kvhead * row_bytes
+    if config.has_ascending_end(problem):
+        return min(heads, max(1, tile_scheduler.L2_BUDGET_BYTES // bytes_per_head))
+    if config.adds_in_rings(problem):
+        return min(heads, num_ctas // tiles_in_ring(problem, config, num_ctas))
     if in_turns:
         least = ceil_div(num_ctas, tiles_in_step(problem))
         longest_first = not config.adds_descending(problem)
@@ -167,6 +178,23 @@ def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm90, num
     return tile_scheduler.heads_per_section(
         heads, tiles_per_head, num_ctas, bytes_per_head, longest_first, config.dynamic_tiles, least
     )
+
+
+def tiles_in_ring(problem: AttentionProblem, config: BackwardConfigSm90, num_ctas: int) -> int:
+    """The size of the rings of tiles that add to dQ, see BackwardConfigSm90.ring_lag: one that takes the fewest waves.
+
+    All tiles of a ring must run at a time, in thread blocks of their own. As many heads are worked on at a time as
+    there are thread blocks for their rings.
+    """
+    tiles, blocks = ceil_div(problem.seqlen_k, config.tile_n), ceil_div(problem.seqlen_q, config.tile_m)
+    most = max(1, min(tiles, num_ctas, blocks // config.ring_lag))
+    heads = problem.num_heads_kv * problem.batch
+
+    def waves(ring: int) -> int:
+        return ceil_div(heads, min(heads, num_ctas // ring)) * ceil_div(tiles, ring)
+
+    rings = sorted({ceil_div(tiles, rings) for rings in range(ceil_div(tiles, most), tiles + 1)}, reverse=True)
+    return min(rings, key=waves)
 
 
 def tiles_in_step(problem: AttentionProblem) -> int:
@@ -233,6 +261,7 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm90, has_dlse: bool 
         counter=fake_tensor(Int32, 1, align_bytes=4) if config.dynamic_tiles else None,
         blocks_per_head=Int32(1),
         heads_per_section=Int32(1),
+        tiles_in_ring=Int32(1) if config.adds_in_rings(problem) else None,
         num_ctas=Int32(1),
     )
     return BackwardSm90(problem, config, element_type(problem.dtype)), (*arguments, fake_stream())

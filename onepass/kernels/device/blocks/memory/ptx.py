@@ -62,6 +62,16 @@ def look_at(flag: cute.Pointer) -> Int32:
     )
 
 
+def is_phase_over(barrier: cute.Pointer, parity: Int32) -> Int32:
+    """Whether the phase of this parity of an mbarrier is complete, without waiting for it: 1 or 0."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred over; mbarrier.test_wait.parity.shared::cta.b64 over, [{$r0}], {$r1};"
+        " selp.b32 {$w0}, 1, 0, over; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(barrier.toint()), parity],
+    )
+
+
 @cute.jit
 def wait_until_equal(flag: cute.Pointer, value: Int32, seen: Int32):
     """Wait until an int32 in global memory is `value`. For a whole warp.

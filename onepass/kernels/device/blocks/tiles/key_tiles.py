@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from .....geometry import tile_scheduler
 from .....geometry.block_range import (
@@ -15,8 +15,9 @@ from .....geometry.block_range import (
     last_key_block,
     queries_of_keys,
     query_blocks,
+    turn_in_ring,
 )
-from .....geometry.integers import minimum
+from .....geometry.integers import minimum, select
 from ..memory.layouts import at_head
 from ..repair import gradients as repair_gradients
 from ..repair.rows import VECTOR_BYTES, SourceTensors, row_sums, write_row
@@ -43,6 +44,9 @@ class KeyTile(NamedTuple):
     clear_last: Int32
     last: Int32
     sequence: Int32  # batch entry, or number of the packed sequence
+    place: Int32 | None  # in its ring, and the tiles of this; with ring_lag
+    ring: Int32 | None
+    ascends: Boolean | None  # with has_ascending_end
 
 
 class KeyTiles:
@@ -54,6 +58,8 @@ class KeyTiles:
     is_packed: bool
     is_deterministic: bool  # tiles add to dQ in turns
     is_descending: bool  # the order of these turns, see `block_range.following_query_block`
+    has_ascending_end: bool = False  # the last heads do not descend, see `tile_scheduler.turning_coord`
+    ring_lag: int = 0  # tiles add in rings, see `block_range.turn_in_ring`; 0: in one of the orders above
     has_intervals: bool = False  # the query blocks of a tile are in `ModifierTensors.bounds`
 
     def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
@@ -81,9 +87,11 @@ class KeyTiles:
             entry = minimum(sequence, schedule.batch - 1)
             first_tile = origin_k // self.tile_n + sequence
         else:
-            n_block, head, origin_q = tile_scheduler.tile_coord(
-                number, schedule.divisors, schedule.num_m_blocks, schedule.batch
-            )
+            order = schedule.divisors, schedule.num_m_blocks, schedule.batch
+            if cutlass.const_expr(self.has_ascending_end):
+                (n_block, head, origin_q), ascends = tile_scheduler.turning_coord(number, *order)
+            else:
+                n_block, head, origin_q = tile_scheduler.tile_coord(number, *order)
             num_blocks = schedule.num_m_blocks
             origin_k, entry, sequence = origin_q, origin_q, origin_q
             seqlen_q, rows_k = seqlens.seqlen_q, seqlens.seqlen_k
@@ -98,26 +106,45 @@ class KeyTiles:
             blocks = [bounds[coordinate[0], i, head, coordinate[1]] for i in range(4)]
         else:
             blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
-        return KeyTile(n_block, head, origin_q, origin_k, rows_k, first_m_block, geometry, *blocks, sequence)
+        place, ring = None, None
+        ascends = ascends if cutlass.const_expr(self.has_ascending_end) else None
+        if cutlass.const_expr(self.ring_lag > 0):
+            place = n_block % schedule.tiles_in_ring
+            ring = minimum(schedule.tiles_in_ring, num_blocks - n_block + place)
+        coordinates = n_block, head, origin_q, origin_k, rows_k, first_m_block
+        return KeyTile(*coordinates, geometry, *blocks, sequence, place, ring, ascends)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         return at_head(t, m, head, origin, self.is_packed)
 
     def first_visit(self, tile: KeyTile) -> tuple:
         """The head and the query block with which a tile begins; `next_visit` says how it goes on."""
-        m_block = tile.last - 1 if self.is_deterministic and not self.is_descending else tile.first
+        m_block = tile.first
+        if cutlass.const_expr(self.is_deterministic):
+            m_block = select(self.descends(tile), tile.first, tile.last - 1)
+        if cutlass.const_expr(self.ring_lag > 0):
+            m_block = tile.place * self.ring_lag
         return tile.head_kv * self.group, m_block
+
+    def descends(self, tile: KeyTile) -> Boolean | bool:
+        """The order of turns, see `block_range.following_query_block`."""
+        return tile.ascends == 0 if self.has_ascending_end else self.is_descending
 
     def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
         first_head = tile.head_kv * self.group
-        order = self.is_deterministic, self.is_descending
+        order = self.is_deterministic, self.descends(tile), self.ring_lag > 0
         return following_query_block(head, m_block, first_head, self.group, tile.first, tile.last, *order)
 
     def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:
         """How many tiles add to the dQ of a block before this one."""
-        if cutlass.const_expr(self.is_descending):
+        if cutlass.const_expr(self.ring_lag > 0):
+            return tile.n_block - tile.place + turn_in_ring(tile.place, m_block, tile.ring, self.ring_lag)
+        if cutlass.const_expr(self.is_descending and not self.has_ascending_end):
             return self.last_key_block(tile, m_block) - tile.n_block
-        return tile.n_block - first_key_block(m_block * self.tile_m, *tile.geometry, self.tile_n)
+        ascending = tile.n_block - first_key_block(m_block * self.tile_m, *tile.geometry, self.tile_n)
+        if cutlass.const_expr(not self.has_ascending_end):
+            return ascending
+        return select(tile.ascends, ascending, self.last_key_block(tile, m_block) - tile.n_block)
 
     def last_key_block(self, tile: KeyTile, m_block: Int32) -> Int32:
         return last_key_block(m_block * self.tile_m, self.tile_m, *tile.geometry, self.tile_n)

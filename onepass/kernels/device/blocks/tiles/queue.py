@@ -40,13 +40,16 @@ class TileQueue(Untraced):
         cluster_size: thread blocks that take a number together.
         num_tiles: numbers from this one on are no tiles.
         counter: one Int32 in global memory, 0 between launches; None: the numbers of `tile_scheduler.tile_number`.
-        in_a_row: argument of `tile_number`; only without a counter.
+        in_a_row, forwards: arguments of `tile_number`; only without a counter.
         num_readers: warps that take numbers, beside the producer: consumers, and those that transpose V.
     """
 
-    def __init__(self, smem, num_tiles, counter, num_readers: int, cluster_size: int = 1, in_a_row=None):
+    def __init__(
+        self, smem, num_tiles, counter, num_readers: int, cluster_size: int = 1, in_a_row=None, forwards: bool = False
+    ):
         """Initialize the barriers by the calling threads; `mbarrier_init_fence` and a sync must follow."""
         self.num_tiles, self.counter, self.in_a_row, self.cluster_size = num_tiles, counter, in_a_row, cluster_size
+        self.forwards = forwards
         self.index, self.count = (i[0] // cluster_size for i in (cute.arch.block_idx(), cute.arch.grid_dim()))
         if counter is not None:
             self.slot = smem.allocate_tensor(Int32, cute.make_layout((1,)), 8)
@@ -77,7 +80,7 @@ class TileQueue(Untraced):
         """
         number = Int32(0)
         if cutlass.const_expr(self.counter is None):
-            number = tile_scheduler.tile_number(self.index, wave, self.count, self.in_a_row)
+            number = tile_scheduler.tile_number(self.index, wave, self.count, self.in_a_row, self.forwards)
         else:
             cute.arch.mbarrier_wait(self.full, (wave - 1) & 1 if cutlass.const_expr(phase is None) else phase)
             number = cute.arch.make_warp_uniform(self.slot[0])

@@ -32,6 +32,7 @@ class Schedule(NamedTuple):
     Attributes:
         batch: entries of the order: batch entries, or with splits (split, batch entry).
         entries: FastDivmodDivisorV2 of the batch entries of one split.
+        tiles_in_ring: of tiles of keys that add to dQ in rings (see `block_range.turn_in_ring`).
     """
 
     num_tiles: Int32 | None
@@ -40,14 +41,22 @@ class Schedule(NamedTuple):
     divisors: tile_scheduler.Divisors
     splits: Splits | None = None
     entries: cute.FastDivmodDivisorV2 | None = None
+    tiles_in_ring: Int32 | None = None
 
 
-def make_schedule(num_blocks: Int32 | None, num_heads: Int32, batch: Int32, heads_per_section: Int32) -> Schedule:
+def make_schedule(
+    num_blocks: Int32 | None,
+    num_heads: Int32,
+    batch: Int32,
+    heads_per_section: Int32 | int,
+    heads_in_last: Int32 | None = None,
+) -> Schedule:
     """The schedule of a grid, made on the host. Args: num_blocks: tiles of a head; None for packed sequences."""
     if num_blocks is None:
         divisors = tile_scheduler.Divisors(None, None, None, cute.FastDivmodDivisorV2(num_heads))
         return Schedule(None, None, None, divisors)
-    heads_in_last = tile_scheduler.heads_in_last_section(num_heads * batch, heads_per_section)
+    if heads_in_last is None:
+        heads_in_last = tile_scheduler.heads_in_last_section(num_heads * batch, heads_per_section)
     numbers = num_blocks * heads_per_section, heads_per_section, heads_in_last, num_heads
     divisors = tile_scheduler.Divisors(*(cute.FastDivmodDivisorV2(n) for n in numbers))
     return Schedule(num_blocks * num_heads * batch, num_blocks, batch, divisors)

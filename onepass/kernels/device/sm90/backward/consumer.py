@@ -39,10 +39,11 @@ from ...blocks.softmax.dropout import StagedFlags
 from ...blocks.softmax.gradients import GradientScores, stat_of_column
 from ...blocks.softmax.modifiers import Modifiers
 from ...blocks.softmax.online import Scores
-from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
+from ...blocks.tiles.dq_sums import Accumulator
 from ...blocks.tiles.named_barrier import NamedBarrier
 from ...blocks.tiles.pingpong import Turns
 from ..forward.tile import WARPGROUP, WARPS, after
+from .turns import TurnBarriers, TurnsOfWarp
 
 
 class BackwardPipes(NamedTuple):
@@ -77,9 +78,10 @@ class Inputs(NamedTuple):
     mdQ: cute.Tensor | None  # with private_dq
     sources: SourceTensors | None  # what a repair reads, if pairs may be hidden
     modifiers: Modifiers | None
+    turns: TurnBarriers | None  # if tiles add to dQ in turns
 
 
-class BackwardConsumer(Turns, AdditionTurns, GradientScores):
+class BackwardConsumer(Turns, TurnsOfWarp, GradientScores):
     """dK and dV of 64 keys in registers, and a share of each dQ."""
 
     def __init__(self, kernel, buffers, inputs: Inputs):
@@ -108,7 +110,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         """Attributes that do not depend on which warpgroup computes which gradient."""
         self.kernel = kernel
         self.pipes, self.mmas, self.softmax_scale, self.scores, self.accumulator, *outputs = inputs
-        self.mdK, self.mdV, self.mdQ, self.sources, self.modifiers = outputs
+        self.mdK, self.mdV, self.mdQ, self.sources, self.modifiers, turns = outputs
         self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
@@ -118,6 +120,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         # The first of this thread's two rows of an accumulator, 8 apart; row_in_tile counts it among the tile's keys.
         self.row_in_warpgroup = self.thread // LANES * 16 + self.lane // 4
         self.takes_turns = kernel.config.pingpong
+        self.begin_turns(turns)
         self.overlaps = kernel.config.overlap_gradients
         self.is_capped = self.scores.tanh_scale is not None
         # With a softcap registers are scarce: those of delta become those of dP. Dropout scales dP alone.
@@ -151,7 +154,6 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         # whether a dq that this tile has written has a NaN (with private_dq)
         self.nan_in_dq = cute.make_rmem_tensor((1,), Int32)
         self.nan_in_dq[0] = Int32(0)
-        self.begin_turns()
         if self.is_capped:
             # P (1 - tanh^2), in the order of p_words
             self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
@@ -267,7 +269,6 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
-            seen = self.look_at_turn(tile, *before)
             self.wait_for_ds(ds_count - 1)
         self.wait_for_turn()
         if cutlass.const_expr(has_previous):
@@ -279,9 +280,10 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         if cutlass.const_expr(not self.overlaps):
             self.pass_turn()
         if cutlass.const_expr(has_previous):
-            self.take_turn(tile, *before, seen)
+            self.take_turn()
             warpgroup.wait_group(2)
             self.add_dq(acc_dq, tile, *before)
+            self.give_turn()
         # Read before they are needed, because shared memory answers late while GEMMs read it, as far as registers
         # permit: for 128 queries, those of the second half, which are needed last, come once P is free.
         if cutlass.const_expr(not self.delta_in_dp):
@@ -321,14 +323,12 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     @cute.jit
     def last_dq(self, tile, block: tuple, ds_count: Int32):
         """The dQ of a tile's last query block."""
-        seen = self.look_at_turn(tile, *block)
         self.wait_for_ds(ds_count)
         acc_dq = self.issue_dq(ds_count)
-        self.take_turn(tile, *block, seen)
+        self.take_turn()
         warpgroup.wait_group(0)
         self.add_dq(acc_dq, tile, *block)
-        if cutlass.const_expr(self.kernel.is_deterministic):
-            self.finish_dq()
+        self.give_turn()
 
     # ---------------------------------------------------------------- past the end of a sequence
 

@@ -9,15 +9,15 @@ all warpgroups. The dQ of a step is added to a float32 accumulator in global mem
     producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
     scheduler warp       the number of the next tile; how many tiles of each head are done
     two warps            lse and delta of query rows and zeros for dQ, before tiles need them; dq, after them: rows.py
+                         with turns, the second of them keeps these: turns.py
     each warpgroup       S0 P0 | dP0 dV0 | dS0 | S1 dK0 | P1 | dQ0 dP1 dV1 | dS1 | S2 dK1 | P2 ...
 
 P and dS are computed while the tensor cores work on the GEMMs around them; see consumer.py.
 
 With private_dq (BackwardConfigSm90) a thread block is the only one that adds to a dQ, and writes it when it is
 complete. Otherwise these additions come in any order. If the problem is deterministic, tiles of keys add to a block of
-dQ in ascending order: each warp waits until a counter (Accumulator.turns) says that the tiles before have added to its
-share.
-A tile then visits the query blocks in another order, so that these waits are short: block_range.following_query_block.
+dQ one after another: see turns.py. A tile then visits the query blocks in another order, so that the waits for turns
+are short: block_range.following_query_block.
 
 Buffers and barriers (mbarrier pairs full / empty; arrivals)
     K, V  one tile each, as tiles (64, head_dim) per warpgroup     full: TMA bytes     empty: all consumer warps
@@ -59,13 +59,15 @@ from ...blocks.tiles.queue import TileQueue
 from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
 from ..forward.tile import WARPGROUP, WARPS
 from .consumer import BackwardConsumer, BackwardPipes, Inputs, Mmas
-from .paired import PEER_PIECES, PairedConsumer
+from .paired import PEER_PIECES, PairedConsumer, adds_piece, piece_of
 from .producer import BackwardProducer
 from .rows import FIRST_WARP as FIRST_BACKGROUND_WARP
 from .rows import BackgroundRows, Progress, RowTensors, Stage, make_row_tensors
+from .turns import SLOTS, TurnBarriers, TurnKeeper
 from .wide import P_WORDS, WideConsumer
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
+KEEPER_WARP = 3  # with turns; there is then one background warp less
 
 
 class BackwardSm90(KeyTiles):
@@ -96,6 +98,8 @@ class BackwardSm90(KeyTiles):
         self.has_private_dq = config.private_dq
         self.is_deterministic = config.adds_in_turns(problem)
         self.is_descending = config.adds_descending(problem)
+        self.has_ascending_end = config.has_ascending_end(problem)
+        self.ring_lag = config.ring_lag if self.is_deterministic else 0
         # K, V, Q and dO may hold arbitrary values past the end of a sequence
         self.has_garbage = problem.is_packed or problem.has_seqused_k
         self.has_background_rows = config.rows_in_background(problem)
@@ -136,6 +140,7 @@ class BackwardSm90(KeyTiles):
         counter: cute.Tensor | None,  # (1,) int32, zero: see blocks/tiles/queue.py
         blocks_per_head: Int32,
         heads_per_section: Int32,
+        tiles_in_ring: Int32 | None,
         num_ctas: Int32,
         stream: cuda.CUstream,
     ):
@@ -182,7 +187,10 @@ class BackwardSm90(KeyTiles):
                 *(cute.FastDivmodDivisorV2(n) for n in blocks),
             )
         num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
-        schedule = make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section)
+        heads = num_heads_kv, batch, heads_per_section
+        if cutlass.const_expr(self.has_ascending_end):
+            heads = num_heads_kv, batch, 1, heads_per_section
+        schedule = make_schedule(num_n_blocks, *heads)._replace(tiles_in_ring=tiles_in_ring)
         self.kernel(
             tma_k,
             mK,
@@ -325,10 +333,15 @@ class BackwardSm90(KeyTiles):
             ),
         )
         in_a_row = schedule.num_m_blocks if cutlass.const_expr(self.has_private_dq) else None
-        queue = TileQueue(smem, schedule.num_tiles, counter, consumer_warps, self.cluster_size, in_a_row)
+        readers = consumer_warps + self.is_deterministic
+        queue = TileQueue(smem, schedule.num_tiles, counter, readers, self.cluster_size, in_a_row, self.ring_lag > 0)
         ds_full, p_full = (smem.allocate_array(cutlass.Int64, self.ds_buffers) for _ in range(2))
         if cutlass.const_expr(self.is_paired):
             ds_empty = smem.allocate_array(cutlass.Int64, 1)
+        turns = None
+        if cutlass.const_expr(self.is_deterministic):
+            slots = SLOTS * self.num_warpgroups
+            turns = TurnBarriers(*(smem.allocate_array(cutlass.Int64, slots) for _ in range(2)))
         tile_end = None
         if cutlass.const_expr(self.has_background_rows):
             tile_end = smem.allocate_array(cutlass.Int64, 1)
@@ -339,6 +352,10 @@ class BackwardSm90(KeyTiles):
                 cute.arch.mbarrier_init(tile_end, consumer_warps)
                 for i in cutlass.range_constexpr(WARPS + consumer_warps):
                     cute.arch.mbarrier_init(rows_full + i, 1)
+            if cutlass.const_expr(self.is_deterministic):
+                for i in cutlass.range_constexpr(SLOTS * self.num_warpgroups):
+                    cute.arch.mbarrier_init(turns.granted + i, 1)
+                    cute.arch.mbarrier_init(turns.added + i, WARPS)
             for i in cutlass.range_constexpr(self.ds_buffers):
                 cute.arch.mbarrier_init(ds_full + i, 1 if self.is_paired else WARPS * self.key_tiles)
                 cute.arch.mbarrier_init(p_full + i, WARPS)
@@ -385,7 +402,7 @@ class BackwardSm90(KeyTiles):
                         if cute.arch.lane_idx() == 0 and self.is_first_of_cluster():
                             queue.fill()
             if cutlass.const_expr(self.has_background_rows):
-                if warp_id >= FIRST_BACKGROUND_WARP:
+                if (warp_id >= FIRST_BACKGROUND_WARP) & (warp_id < FIRST_BACKGROUND_WARP + self.background_warps):
                     background = make_background()
                     place = (warp_id - FIRST_BACKGROUND_WARP) * self.config.rows_bytes
                     stage = Stage(sRows.iterator.toint() + place, rows_full + warp_id)
@@ -394,9 +411,14 @@ class BackwardSm90(KeyTiles):
                         if background.all_have_started():
                             background.finish(stage)
                     background.leave(self.row_warps)
+            if cutlass.const_expr(self.is_deterministic):
+                if warp_id == KEEPER_WARP:
+                    background = make_background() if self.has_background_rows else None
+                    TurnKeeper(self, accumulator, turns, background).run(queue, schedule, seqlens)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            inputs = Inputs(pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, sources, modifiers)
+            tensors = accumulator, mdK, mdV, mdQ, sources, modifiers
+            inputs = Inputs(pipes, tiled_mmas, softmax_scale, scores, *tensors, turns)
             if cutlass.const_expr(self.is_paired):
                 buffers = sK, sV, sQ, sdO, sdS, None, sStats, ds_full, p_full, sPeerK, sInbox, ds_empty
                 consumer = PairedConsumer(self, buffers, inputs)
@@ -440,7 +462,22 @@ class BackwardSm90(KeyTiles):
     @property
     def row_warps(self) -> int:
         """Warps of a thread block that need rows.Progress."""
-        return WARPS * self.num_warpgroups + WARPS - FIRST_BACKGROUND_WARP + self.finishes_rows
+        return WARPS * self.num_warpgroups + self.background_warps + self.finishes_rows
+
+    @property
+    def background_warps(self) -> int:
+        return WARPS - FIRST_BACKGROUND_WARP - self.is_deterministic
+
+    def share_of(self, accumulator: Accumulator, tile, head: Int32, m_block: Int32, wg: Int32, rank: Int32) -> Int32:
+        """The number of the first of a warpgroup's shares of a block of dQ, whose counter of turns is that of all."""
+        number = self.m_block_number(accumulator, tile, head, m_block)
+        if cutlass.const_expr(self.is_paired):
+            return (number * self.num_pieces + piece_of(self, wg, rank)) * WARPS
+        return (number * self.num_warpgroups + wg) * WARPS
+
+    def adds_share(self, wg: Int32, rank: Int32, m_block: Int32) -> Boolean | bool:
+        """Whether a warpgroup adds what it computes of a block of dQ, and counts turns there."""
+        return adds_piece(self, wg, rank, m_block) if self.is_paired else True
 
     @cute.jit
     def schedule_and_count_tiles(self, queue, schedule, seqlens, tile_end: cute.Pointer, background):

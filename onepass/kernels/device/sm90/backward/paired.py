@@ -56,6 +56,20 @@ def first_piece_of_peer(rank: Int32, num_pieces: int) -> Int32:
     return rank * (num_pieces - PEER_PIECES)
 
 
+def adds_piece(kernel, wg: Int32, rank: Int32, m_block: Int32) -> Boolean | bool:
+    """Whether warpgroup `wg` of thread block `rank` of a pair adds its piece of a block of dQ to memory."""
+    if kernel.num_pieces == 2 * PEER_PIECES:
+        return True
+    return (wg == 0) | ((m_block & 1) == rank)
+
+
+def piece_of(kernel, wg: Int32, rank: Int32) -> Int32:
+    """The piece of dQ that warpgroup `wg` of thread block `rank` of a pair computes."""
+    if kernel.num_pieces < 2 * PEER_PIECES:
+        return wg + 2 * rank * (1 - wg)
+    return PEER_PIECES * rank + wg
+
+
 class PairedConsumer(WideConsumer):
     """dV (warpgroup 0) or dK (warpgroup 1) of 64 keys, and a piece of each dQ over the keys of the pair."""
 
@@ -64,7 +78,6 @@ class PairedConsumer(WideConsumer):
         super().__init__(kernel, tuple(wide), inputs)
         sdS = wide[4]
         self.rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        self.has_middle_piece = self.num_pieces < 2 * PEER_PIECES
         first_key = self.rank * ROWS_PER_WARPGROUP
         peer_key = ROWS_PER_WARPGROUP - first_key
         self.row_in_tile = first_key + self.row_in_warpgroup
@@ -142,7 +155,6 @@ class PairedConsumer(WideConsumer):
         count: Int32,
         has_next: cutlass.Constexpr[bool],
     ):
-        seen = self.look_at_turn(tile, *block)
         self.issue_dk(q_state)
         self.wait_for_ds(count)
         acc_dq = self.issue_own_dq()
@@ -155,7 +167,7 @@ class PairedConsumer(WideConsumer):
         self.pipes.q.consumer_release(q_state)
         warpgroup.wait_group(1 if has_next else 0)
         self.free_ds()
-        self.add_dq_in_turn(acc_dq, tile, block, seen)
+        self.add_dq_in_turn(acc_dq, tile, *block)
         if cutlass.const_expr(has_next):
             self.read_stats(self.minus_delta, next_q, 1)
             warpgroup.wait_group(0)
@@ -213,9 +225,7 @@ class PairedConsumer(WideConsumer):
     @property
     def piece(self) -> Int32:
         """This warpgroup's piece of dQ."""
-        if self.has_middle_piece:
-            return self.wg + 2 * self.rank * (1 - self.wg)
-        return PEER_PIECES * self.rank + self.wg
+        return piece_of(self.kernel, self.wg, self.rank)
 
     def dq_share(self, tile, head: Int32, m_block: Int32) -> Int32:
         number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
@@ -234,19 +244,12 @@ class PairedConsumer(WideConsumer):
         return acc_dq
 
     @cute.jit
-    def add_dq_in_turn(self, acc_dq: cute.Tensor, tile, block: tuple, seen: Int32):
+    def add_dq_in_turn(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
         """Add this warpgroup's piece to memory, unless it is the middle one and the other thread block adds it."""
-        head, m_block = block
-        if self.adds_piece(m_block):
-            self.take_turn(tile, head, m_block, seen)
+        self.take_turn()
+        if self.kernel.adds_share(self.wg, self.rank, m_block):
             self.add_to_accumulator(acc_dq, self.dq_share(tile, head, m_block))
-        elif cutlass.const_expr(self.kernel.is_deterministic):
-            self.finish_dq()
-
-    def adds_piece(self, m_block: Int32) -> Boolean | bool:
-        if not self.has_middle_piece:
-            return True
-        return (self.wg == 0) | ((m_block & 1) == self.rank)
+        self.give_turn()
 
     @cute.jit
     def keep_dq(self, acc_dq: cute.Tensor, head: Int32, m_block: Int32):
@@ -265,5 +268,5 @@ class PairedConsumer(WideConsumer):
         """Add the piece that was kept, if there is one, to memory."""
         head, m_block = self.dq_block[0], self.dq_block[1]
         if m_block >= 0:
-            self.add_dq_in_turn(self.dq, tile, (head, m_block), self.look_at_turn(tile, head, m_block))
+            self.add_dq_in_turn(self.dq, tile, head, m_block)
         self.dq_block[1] = Int32(-1)

@@ -95,8 +95,6 @@ class WideConsumer(BackwardConsumer):
                 self.dv_step(tile, (head, m_block), (head, m_block), q_state, do_state, count, False)
                 do_state.advance()
                 count += 1
-                if cutlass.const_expr(self.kernel.is_deterministic):
-                    self.finish_dq()
                 self.pipes.k.consumer_release(kv_state)
                 kv_state.advance()
             self.end_tile(tile_end)
@@ -117,7 +115,6 @@ class WideConsumer(BackwardConsumer):
         has_next: cutlass.Constexpr[bool],
     ):
         """A step of dV, which begins and ends with P and nothing in flight, see BackwardConsumer.step."""
-        seen = self.look_at_turn(tile, *block)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
@@ -135,7 +132,7 @@ class WideConsumer(BackwardConsumer):
         self.wait_for_ds(count)
         if cutlass.const_expr(has_next):
             self.send_p(count + 1)
-        self.add_pieces(tile, block, seen, count, self.first_piece(0))
+        self.add_pieces(tile, block, count, self.first_piece(0))
 
     @cute.jit
     def send_p(self, count: Int32):
@@ -195,8 +192,6 @@ class WideConsumer(BackwardConsumer):
                 q_state.advance()
                 count += 1
                 self.pipes.v.consumer_release(kv_state)
-                if cutlass.const_expr(self.kernel.is_deterministic):
-                    self.finish_dq()
                 self.pipes.k.consumer_release(kv_state)
                 kv_state.advance()
             self.end_tile(tile_end)
@@ -217,7 +212,6 @@ class WideConsumer(BackwardConsumer):
         has_next: cutlass.Constexpr[bool],
     ):
         """A step of dK, which begins and ends with dS and nothing in flight."""
-        seen = self.look_at_turn(tile, *block)
         self.issue_dk(q_state)
         if cutlass.const_expr(has_next):
             next_q = after(q_state)
@@ -233,7 +227,7 @@ class WideConsumer(BackwardConsumer):
             self.make_wide_ds(acc_dp, tile, *following)
             self.send_ds(count + 1)
         self.wait_for_ds(count)
-        self.add_pieces(tile, block, seen, count, self.first_piece(1))
+        self.add_pieces(tile, block, count, self.first_piece(1))
 
     @cute.jit
     def receive_p(self, count: Int32):
@@ -288,14 +282,15 @@ class WideConsumer(BackwardConsumer):
         return acc_dq
 
     @cute.jit
-    def add_pieces(self, tile, block: tuple, seen: Int32, count: Int32, first: cutlass.Constexpr[int]):
+    def add_pieces(self, tile, block: tuple, count: Int32, first: cutlass.Constexpr[int]):
         """Add this warpgroup's pieces of a dQ to global memory, each beside the GEMM of the next one.
 
-        Args: block: head and number of the query block; seen: what its `look_at_turn` returned.
+        Args: block: head and number of the query block.
         """
         accs = [self.issue_piece(count, piece) for piece in range(first, self.end_piece(first))]
-        self.take_turn(tile, *block, seen)
+        self.take_turn()
         number = self.kernel.m_block_number(self.accumulator, tile, *block)
         for i in cutlass.range_constexpr(len(accs)):
             warpgroup.wait_group(len(accs) - 1 - i)
             self.add_to_accumulator(accs[i], (number * self.num_pieces + first + i) * WARPS + self.warp % WARPS)
+        self.give_turn()
