@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from backward_model import Consumer, Protocol, Wide
+from backward_model import Consumer, Keeper, Lane, Protocol, Wide
 from backward_runs import attempt_all, must_fail
 from barrier_model import Pipe
 
@@ -91,22 +91,76 @@ class NoWaitForDS(Consumer):
 
 
 class NoWaitForTurn(Consumer):
-    def wait_until_equal(self, turn):
+    def take_turn(self):
         yield
+
+
+class TurnNotGiven(Consumer):
+    def give_turn(self):
+        if self.id != (1, 1) or self.additions == 0:
+            yield from super().give_turn()
 
 
 class TurnGivenEarly(Consumer):
-    def wait_until_complete(self):
+    """A warp says that it has added to dQ before it does."""
+
+    def take_turn(self):
+        yield from super().take_turn()
+        if self.id == (1, 1):
+            yield from super().give_turn()
+
+    def give_turn(self):
+        if self.id != (1, 1):
+            yield from super().give_turn()
+
+
+class OtherSlot(Consumer):
+    """A warp waits for the turn of its last but one addition."""
+
+    def take_turn(self):
+        if self.protocol.is_deterministic:
+            yield from self.wait_for(self.block.granted[self.w], self.additions - 2)
+
+
+class NoFence(Keeper):
+    def fence(self):
         yield
 
 
-class TurnNotGivenAtTheEnd(Consumer):
-    def last_dq(self, i, count):
-        yield from self.wait_for_ds(count)
-        yield from self.issue_dq(i, count)
-        yield from self.take_turn(i)
-        yield from self.wait_group(0)
-        yield from self.add_dq(i)
+class GrantsUnseen(Lane):
+    """The keeper does not look at the counter."""
+
+    @property
+    def adds(self):
+        return not self.grants
+
+
+class CountsUnadded(Lane):
+    """The keeper counts an addition of the warpgroup when it was granted."""
+
+    def is_ready(self):
+        block = self.keeper.block
+        barriers = block.added if self.grants else block.granted
+        block.added, added = barriers, block.added
+        is_ready = super().is_ready()
+        block.added = added
+        return is_ready
+
+
+class TwoSlotsAhead(Lane):
+    """The keeper grants a turn while the last one in its slot has not been taken."""
+
+    def is_ready(self):
+        return self.is_turn() if self.grants else super().is_ready()
+
+    def is_turn(self):
+        return not self.adds or self.keeper.run.turns[self.counter] == self.steps[self.i][1]
+
+
+def with_lanes(lane):
+    """Consumers with a keeper that has such lanes."""
+    keeper = type("Keeps", (Keeper,), {"lane": lane})
+    return type(lane.__name__, (Consumer,), {"keeper": keeper})
 
 
 class NobodyFirst(Consumer):
@@ -194,9 +248,9 @@ class WideReleasesKEarly(Wide):
 
 
 class WideTurnNotGiven(Wide):
-    def finish_dq(self):
-        self.unfinished = None
-        yield
+    def give_turn(self):
+        if self.id != (0, 1) or self.additions == 0:
+            yield from super().give_turn()
 
 
 FAULTS = [
@@ -210,7 +264,10 @@ FAULTS = [
     (NoWaitForDS, {}),
     (NoWaitForTurn, {"is_deterministic": True}),
     (TurnGivenEarly, {"is_deterministic": True}),
-    (TurnNotGivenAtTheEnd, {"is_deterministic": True}),
+    (TurnNotGiven, {"is_deterministic": True}),
+    (OtherSlot, {"is_deterministic": True}),
+    (type("NoFence", (Consumer,), {"keeper": NoFence}), {"is_deterministic": True}),
+    *((with_lanes(lane), {"is_deterministic": True}) for lane in (GrantsUnseen, CountsUnadded, TwoSlotsAhead)),
     (NobodyFirst, {"pingpong": True}),
     (WantsNothing, {"is_dynamic": True}),
     (WantsTooEarly, {"is_dynamic": True}),

@@ -6,7 +6,7 @@ import pytest
 from backward_model import Protocol
 from backward_runs import attempt_all, must_fail
 from barrier_model import WARPS, Pipe
-from pair_model import Paired, PairedBlock
+from pair_model import Paired, PairedBlock, PairedKeeper
 
 PIECES = {192: (2, 1), 256: (2, 2)}  # of dQ
 
@@ -249,19 +249,30 @@ class SamePieces(Paired):
 
 
 class NoWaitForTurn(Paired):
-    def wait_until_equal(self, turn):
+    def take_turn(self):
         yield
 
 
-class TurnGivenEarly(Paired):
-    def wait_until_complete(self):
-        yield
+class NoFence(Paired):
+    """The keepers count additions that may not be complete."""
+
+    class keeper(PairedKeeper):
+        def fence(self):
+            yield
 
 
 class TurnNotGiven(Paired):
-    def finish_dq(self):
-        self.unfinished = None
-        yield
+    def give_turn(self):
+        if self.id != (0, 1) or self.additions == 0:
+            yield from super().give_turn()
+
+
+class CountsMiddlePieceTwice(Paired):
+    """Both keepers count the piece that one thread block adds."""
+
+    class keeper(PairedKeeper):
+        def adds(self, w, step):
+            return True
 
 
 READ, SUMS = "overwritten while it was read|in place of", "additions|added out of order"
@@ -294,7 +305,8 @@ FAULTS = [
     (KeepsLastDQ, "in place of|additions", {}),
     (LosesLastDQ, "additions", {}),
     (NoWaitForTurn, "added out of order", {"is_deterministic": True}),
-    (TurnGivenEarly, "added out of order", {"is_deterministic": True}),
+    (NoFence, "added out of order", {"is_deterministic": True}),
+    (CountsMiddlePieceTwice, "out of order|deadlock", {"is_deterministic": True, "pieces": PIECES[192]}),
     (TurnNotGiven, "deadlock", {"is_deterministic": True}),
     (Paired, "deadlock", {"q_stages": 1}),
 ]

@@ -10,16 +10,47 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from shipped import problem
-from turn_model import Case, packed_tiles, padded_tiles, run, steps_of, visits
+from turn_model import (
+    Case,
+    packed_tiles,
+    padded_tiles,
+    run,
+    steps_of,
+    tiles_in_rings,
+    tiles_with_ascending_end,
+    visits,
+)
 
 from onepass.geometry.block_range import query_blocks
 from onepass.geometry.integers import ceil_div
 from onepass.kernels.heuristics import sm90 as heuristics
-from onepass.kernels.launch.backward_sm90 import heads_per_section
+from onepass.kernels.launch.backward_sm90 import heads_per_section, tiles_in_ring
 from onepass.problem import Mask
+
+
+class SmallRings(NamedTuple):
+    """What the choice of rings asks a configuration for, with small tiles."""
+
+    ring_lag: int
+    tile_m: int = 4
+    tile_n: int = 6
+
+    def adds_in_turns(self, problem):
+        return True
+
+    def adds_in_rings(self, problem):
+        return True
+
+    def has_ascending_end(self, problem):
+        return False
+
+    def head_dims(self, problem):
+        return 64, 64
+
 
 # ---------------------------------------------------------------- turns
 
@@ -58,6 +89,52 @@ def test_every_head_and_block_is_visited_once(group, in_turns, descending):
             assert visited == expected, case
 
 
+def turns_of_blocks(tiles):
+    """The turns at each block of dQ, in the order of the tiles that visit it."""
+    turns = {}
+    for tile in tiles:
+        for key, turn in tile:
+            turns.setdefault(key, []).append(turn)
+    return turns
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize(("ring", "lag"), [(1, 1), (3, 1), (3, 2), (4, 1), (5, 1)])
+def test_rings_visit_every_block_in_turn(ring, lag, group):
+    """Tiles of a ring have different blocks at any time, and come to a block in the order of its turns."""
+    for num_keys, num_queries in itertools.product(range(1, 9), range(ring * lag, ring * lag + 4)):
+        case = Case(4 * num_queries, 6 * num_keys, None, None, 4, 6, group)
+        tiles = tiles_in_rings(case, 1, 1, 1, ring, lag)
+        assert len(tiles) == num_keys
+        for first in range(0, num_keys, ring):
+            steps = list(zip(*tiles[first : first + ring], strict=True))
+            visited = {}
+            for step in steps:
+                assert len({key for key, _ in step}) == len(step), case
+                for key, turn in step:
+                    visited.setdefault(key, []).append(turn)
+            expected = list(range(first, min(first + ring, num_keys)))
+            assert len(visited) == num_queries * group
+            assert all(turns == expected for turns in visited.values()), case
+
+
+@pytest.mark.parametrize("ascending", [1, 2, 6])
+def test_the_last_heads_ascend(ascending):
+    """Each tile has one number, and each block of dQ its turns in the order of the numbers; long tiles come early."""
+    for seqlen_q, seqlen_k, right in itertools.product(LENGTHS, LENGTHS, (None, 0, 3, -4)):
+        case = Case(seqlen_q, seqlen_k, None, right, 4, 6, 1)
+        tiles = tiles_with_ascending_end(case, 3, 2, ascending)
+        expected = padded_tiles(case, 3, 2, 1)
+        assert sorted(sorted(key for key, _ in tile) for tile in tiles) == sorted(
+            sorted(key for key, _ in tile) for tile in expected
+        )
+        for turns in turns_of_blocks(tiles).values():
+            assert turns == list(range(len(turns))), case
+        if right == 0:
+            lengths = [len(tile) for tile in tiles[-ascending * ceil_div(seqlen_k, 6) :]]
+            assert lengths == sorted(lengths, reverse=True)
+
+
 # ---------------------------------------------------------------- deadlock
 
 
@@ -85,6 +162,43 @@ def test_no_deadlock_in_packed_sequences(num_ctas, is_dynamic):
         lengths = [(rng.randint(0, 30), rng.randint(0, 40)) for _ in range(12)]
         tiles = packed_tiles(Case(0, 0, left, right, 4, 6, group, descending), lengths, 2)
         run(tiles, num_ctas, is_dynamic, jitter=lambda: rng.randint(0, 30))
+
+
+@pytest.mark.parametrize("num_ctas", [1, 2, 3, 7, 64])
+def test_no_deadlock_in_rings(num_ctas):
+    """The tiles of a ring are in thread blocks of their own, whatever ring and section a launch chooses."""
+    rng = random.Random(num_ctas)
+    for seqlen_q, seqlen_k, heads, group in itertools.product((3, 25, 64), (5, 41, 100), (1, 2, 5), (1, 2)):
+        asked = replace(problem(64, 64, mask=Mask()), seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=2)
+        asked = replace(asked, num_heads_kv=heads, num_heads_q=heads * group, deterministic=True)
+        for lag in (1, 2, 4):
+            config = SmallRings(ring_lag=lag)
+            ring, section = tiles_in_ring(asked, config, num_ctas), heads_per_section(asked, config, num_ctas)
+            assert ring * section <= num_ctas
+            case = Case(seqlen_q, seqlen_k, None, None, config.tile_m, config.tile_n, group)
+            tiles = tiles_in_rings(case, heads, 2, section, ring, lag)
+            run(tiles, num_ctas, False, jitter=lambda: rng.randint(0, 30), forwards=True)
+
+
+def test_rings_that_do_not_fit_wait_forever():
+    """A ring needs all of its tiles at a time, and a thread block must not have two of them in a row."""
+    tiles = tiles_in_rings(Case(24, 24, None, None, 4, 6, 1), 3, 1, 1, 4, 1)
+    run(tiles, 5, False, forwards=True)
+    for num_ctas, forwards in ((3, True), (5, False)):
+        with pytest.raises(AssertionError, match="deadlock"):
+            run(tiles, num_ctas, False, forwards=forwards)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("num_ctas", [1, 3, 7, 64])
+def test_no_deadlock_with_an_ascending_end(num_ctas, is_dynamic):
+    rng = random.Random(num_ctas)
+    for seqlen_q, seqlen_k, right, ascending in itertools.product((3, 12, 25), (5, 16, 41), (0, 9, -3), (1, 4, 6)):
+        case = Case(seqlen_q, seqlen_k, None, right, 4, 6, rng.choice((1, 2)))
+        used = [rng.randint(0, seqlen_k) for _ in range(2)]
+        for lengths in (None, used):
+            tiles = tiles_with_ascending_end(case, 3, 2, ascending, lengths)
+            run(tiles, num_ctas, is_dynamic, jitter=lambda: rng.randint(0, 30))
 
 
 def test_the_model_sees_a_deadlock():

@@ -1,7 +1,8 @@
 """The Hopper backward as a model: its barriers and the order of waits and arrivals, without any arithmetic.
 
-The model has the barriers of producer.py, consumer.py and wide.py of sm90/backward and of blocks/tiles/queue.py: every
-warp is a process, and so are copies and additions. They run step by step in random order, some of them seldom.
+The model has the barriers of producer.py, consumer.py, wide.py and turns.py of sm90/backward and of
+blocks/tiles/queue.py: every warp is a process, and so are copies and additions. They run step by step in random order,
+some of them seldom.
 A GEMM reads its buffers from its issue until a wait covers it; contents are tagged with tile and step.
 """
 
@@ -15,6 +16,7 @@ from barrier_model import WARPS, Buffer, MBarrier, NamedBarrier, Pipe
 from onepass.geometry import tile_scheduler
 
 DRAW_AHEAD = 2  # the value in blocks/tiles/queue.py
+SLOTS = 2  # of turns.py
 MISSES = 200  # processes that are found waiting before all of them are looked at
 
 # ---------------------------------------------------------------- protocols
@@ -112,7 +114,7 @@ class Run:
         additions = sorted((*share, number) for share, numbers in self.sums.items() for number in numbers)
         assert additions == expected, "additions that are missing, or that nobody expects"
         if self.protocol.is_deterministic:
-            assert sum(self.turns.values()) == len(visits) * len({(part, warp) for part, warp, _ in shares})
+            assert sum(self.turns.values()) == len(visits) * len({part for part, _, _ in shares})
 
 
 class ThreadBlock:
@@ -133,18 +135,25 @@ class ThreadBlock:
         self.pingpong = [NamedBarrier(2 * WARPS) for _ in range(p.warpgroups)]
         self.meeting = [NamedBarrier(WARPS) for _ in range(p.warpgroups)]
         self.issued = [[0] * WARPS for _ in range(p.warpgroups)]
-        self.slot, self.queue_full, self.queue_empty = Buffer(), MBarrier(1), MBarrier(warps + 1)
+        self.slot, self.queue_full = Buffer(), MBarrier(1)
+        self.queue_empty = MBarrier(warps + 1 + p.is_deterministic)
+        self.granted, self.added = (
+            [[MBarrier(n) for _ in range(SLOTS)] for _ in range(p.warpgroups)] for n in (1, WARPS)
+        )
+        self.additions = []  # additions to dQ that are not complete
 
     def start(self):
-        for process in self.warps(Producer):
+        for process in self.warps(Producer, self.protocol.consumer.keeper):
             self.run.start(process)
 
-    def warps(self, producer):
+    def warps(self, producer, keeper):
         """The processes of all warps."""
         p = self.protocol
         yield producer(self).produce()
         if p.is_dynamic:
             yield self.schedule()
+        if p.is_deterministic:
+            yield keeper(self).keep()
         for w, warp in itertools.product(range(p.warpgroups), range(WARPS)):
             yield p.consumer(self, w, warp).consume()
 
@@ -217,8 +226,81 @@ class Producer(Reader):
             yield from pipe.tail(n)
 
 
+class Keeper(Reader):
+    """The process of `TurnKeeper.run`: its lanes share each fence."""
+
+    lane: type
+
+    def keep(self):
+        yield from self.want_next()
+        number, additions, wave = self.block.cta, 0, 0
+        while number < len(self.run.tiles):
+            steps = self.run.tiles[number]
+            roles = itertools.product(range(self.protocol.warpgroups), (True, False))
+            lanes = [self.lane(self, w, grants, steps, additions) for w, grants in roles]
+            while lanes := [lane for lane in lanes if lane.i < len(steps)]:
+                yield lambda lanes=lanes: any(lane.is_ready() for lane in lanes)
+                ready = [lane for lane in lanes if lane.is_ready()]
+                yield from self.fence()
+                for lane in ready:
+                    lane.act()
+                    yield
+            additions += len(steps)
+            wave += 1
+            number = yield from self.take(wave)
+            yield from self.want_next()
+
+    def fence(self):
+        """Wait until the additions that were issued before are complete."""
+        before = list(self.block.additions)
+        yield lambda: not any(addition in self.block.additions for addition in before)
+
+    def part_of(self, w):
+        """The part of a dQ that a warpgroup adds to."""
+        return w
+
+    def adds(self, w, step):
+        return True
+
+
+class Lane:
+    """A lane of the keeper: it grants the turns of a warpgroup in a tile, or counts its additions."""
+
+    def __init__(self, keeper, w, grants, steps, additions):
+        self.keeper, self.w, self.grants, self.steps, self.additions = keeper, w, grants, steps, additions
+        self.i = 0
+
+    @property
+    def counter(self):
+        key, _ = self.steps[self.i]
+        return key, self.keeper.part_of(self.w)
+
+    @property
+    def adds(self):
+        return self.keeper.adds(self.w, self.steps[self.i])
+
+    def is_ready(self):
+        number, block = self.additions + self.i, self.keeper.block
+        parity = number // SLOTS & 1 ^ self.grants
+        if block.added[self.w][number % SLOTS].phase == parity:
+            return False
+        return not self.grants or not self.adds or self.keeper.run.turns[self.counter] == self.steps[self.i][1]
+
+    def act(self):
+        if self.grants:
+            self.keeper.block.granted[self.w][(self.additions + self.i) % SLOTS].arrive()
+        elif self.adds:
+            self.keeper.run.turns[self.counter] += 1
+        self.i += 1
+
+
+Keeper.lane = Lane
+
+
 class Consumer(Reader):
     """The process of a warp of `BackwardConsumer`."""
+
+    keeper = Keeper
 
     @staticmethod
     def key_tiles(protocol):
@@ -244,8 +326,7 @@ class Consumer(Reader):
         self.kv = self.q = self.do = self.count = 0
         self.number = block.cta
         self.gemms, self.complete = [], 0  # buffers of each GEMM in flight; how many are complete
-        self.additions = []  # additions to dQ that are not complete
-        self.unfinished = None
+        self.additions = 0
         self.reg_p, self.reg_ds = Buffer(), Buffer()
 
     def consume(self):
@@ -291,9 +372,10 @@ class Consumer(Reader):
         yield from self.issue_dp(self.do, i)
         yield from self.issue_last(self.issue_dv, self.do, i)
         if has_previous:
-            yield from self.take_turn(i - 1)
+            yield from self.take_turn()
             yield from self.wait_group(2)
             yield from self.add_dq(i - 1)
+            yield from self.give_turn()
         yield from self.read_stats(self.q, i)
         yield from self.wait_group(1 if self.protocol.overlaps else 0)
         if not self.protocol.overlaps:
@@ -327,11 +409,10 @@ class Consumer(Reader):
     def last_dq(self, i, count):
         yield from self.wait_for_ds(count)
         yield from self.issue_dq(i, count)
-        yield from self.take_turn(i)
+        yield from self.take_turn()
         yield from self.wait_group(0)
         yield from self.add_dq(i)
-        if self.protocol.is_deterministic:
-            yield from self.finish_dq()
+        yield from self.give_turn()
 
     # ---------------------------------------------------------------- buffers
 
@@ -440,12 +521,15 @@ class Consumer(Reader):
     def wait_for(self, barriers, count):
         yield from barriers[count % len(barriers)].wait(count // len(barriers) & 1)
 
-    def take_turn(self, i):
-        key, turn = self.steps[i]
+    def take_turn(self):
         if self.protocol.is_deterministic:
-            yield from self.finish_dq()
-            self.unfinished = (key, self.part, self.warp)
-            yield from self.wait_until_equal(turn)
+            yield from self.wait_for(self.block.granted[self.w], self.additions)
+
+    def give_turn(self):
+        if self.protocol.is_deterministic:
+            self.block.added[self.w][self.additions % SLOTS].arrive()
+            self.additions += 1
+            yield
 
     @property
     def part(self):
@@ -455,27 +539,14 @@ class Consumer(Reader):
     def add_dq(self, i, piece=0):
         key, _ = self.steps[i]
         addition = (key, self.part, self.warp, piece)
-        self.additions.append(addition)
+        self.block.additions.append(addition)
         self.run.start(self.complete_later(addition, self.number))
         yield
 
     def complete_later(self, addition, number):
         yield
         self.run.add(addition, number)
-        self.additions.remove(addition)
-
-    def wait_until_equal(self, turn):
-        yield lambda: self.run.turns[self.unfinished] == turn
-
-    def wait_until_complete(self):
-        yield lambda: not self.additions
-
-    def finish_dq(self):
-        yield from self.wait_until_complete()
-        if self.unfinished is not None:
-            self.run.turns[self.unfinished] += 1
-        self.unfinished = None
-        yield
+        self.block.additions.remove(addition)
 
     # ---------------------------------------------------------------- results
 
@@ -553,8 +624,6 @@ class Wide(Consumer):
             yield from self.clear_queries(i, None, self.do)
             yield from self.dv_step(i, i < last)
             self.q, self.do, self.count = self.q + (i < last), self.do + 1, self.count + 1
-        if self.protocol.is_deterministic:
-            yield from self.finish_dq()
         yield from self.release(block.k, self.kv)
 
     def dv_step(self, i, has_next):
@@ -614,8 +683,6 @@ class Wide(Consumer):
             yield from self.dk_step(i, i < last)
             self.q, self.do, self.count = self.q + 1, self.do + (i < last), self.count + 1
         yield from self.release(block.v, self.kv)
-        if self.protocol.is_deterministic:
-            yield from self.finish_dq()
         yield from self.release(block.k, self.kv)
 
     def dk_step(self, i, has_next):
@@ -657,7 +724,8 @@ class Wide(Consumer):
         pieces = self.pieces_of(self.protocol, self.w)
         for _ in range(pieces):
             yield from self.issue(self.operands_of_dq(i, count))
-        yield from self.take_turn(i)
+        yield from self.take_turn()
         for piece in range(pieces):
             yield from self.wait_group(pieces - 1 - piece)
             yield from self.add_dq(i, piece)
+        yield from self.give_turn()

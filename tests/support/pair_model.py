@@ -4,7 +4,7 @@ Arrivals at the other thread block's barriers land late, and so do the copies th
 there from its start, which may be late, until its last warp exits.
 """
 
-from backward_model import Producer, Reader, ThreadBlock, Wide
+from backward_model import Keeper, Producer, Reader, ThreadBlock, Wide
 from barrier_model import WARPS, Buffer, MBarrier, NamedBarrier, Pipe
 
 PEER_PIECES = 2  # as in paired.py
@@ -60,13 +60,14 @@ class PairedBlock(ThreadBlock):
         self.do = SharedPipe(self, "do", self.protocol.do_stages, RANKS)
         self.ds, self.inbox = self.ds[:1], Buffer()
         self.ds_full, self.ds_empty, self.p_full = [MBarrier(1)], [MBarrier(RANKS * warps)], [MBarrier(WARPS)]
-        self.queue_empty = MBarrier(RANKS * (warps + 1))
+        self.queue_empty = MBarrier(RANKS * (warps + 1 + self.protocol.is_deterministic))
 
     def begin(self):
         """The process that starts the thread block."""
         for _ in range(self.run.random.choice((0, 0, 30))):
             yield
-        warps, slowness = list(self.warps(PairedProducer)), self.run.random.choice((0, 0, 0.9))
+        warps = list(self.warps(PairedProducer, self.protocol.consumer.keeper))
+        slowness = self.run.random.choice((0, 0, 0.9))
         self.running = len(warps)
         for i, process in enumerate(warps):
             self.run.start(self.warp((self.rank, i), process), slowness)
@@ -144,8 +145,36 @@ class PairedProducer(PairedReader, Producer):
     """The process of the producer warp of a thread block of a pair."""
 
 
+def part_of(protocol, rank, w):
+    """The piece of dQ that a warpgroup of a thread block computes."""
+    if has_middle_piece(protocol):
+        return w + 2 * rank * (1 - w)
+    return PEER_PIECES * rank + w
+
+
+def has_middle_piece(protocol):
+    return sum(protocol.pieces) < 2 * PEER_PIECES
+
+
+def adds_piece(protocol, rank, w, step):
+    (*_, m_block), _ = step
+    return not has_middle_piece(protocol) or w == 0 or m_block % 2 == rank
+
+
+class PairedKeeper(PairedReader, Keeper):
+    """The process of the keeper of a thread block of a pair."""
+
+    def part_of(self, w):
+        return part_of(self.protocol, self.block.rank, w)
+
+    def adds(self, w, step):
+        return adds_piece(self.protocol, self.block.rank, w, step)
+
+
 class Paired(PairedReader, Wide):
     """The process of a warp of `PairedConsumer`."""
+
+    keeper = PairedKeeper
 
     def __init__(self, block, w, warp):
         super().__init__(block, w, warp)
@@ -153,7 +182,8 @@ class Paired(PairedReader, Wide):
 
     @staticmethod
     def launch(run, cta):
-        cluster = NamedBarrier(RANKS * (1 + run.protocol.is_dynamic + WARPS * run.protocol.warpgroups))
+        p = run.protocol
+        cluster = NamedBarrier(RANKS * (1 + p.is_dynamic + p.is_deterministic + WARPS * p.warpgroups))
         pair = []
         for rank in range(RANKS):
             pair.append(PairedBlock(run, cta, rank, pair, cluster))
@@ -250,29 +280,20 @@ class Paired(PairedReader, Wide):
     # ---------------------------------------------------------------- dQ
 
     @property
-    def has_middle_piece(self):
-        return sum(self.protocol.pieces) < 2 * PEER_PIECES
-
-    @property
     def part(self):
-        """This warpgroup's piece of dQ."""
-        if self.has_middle_piece:
-            return self.w + 2 * self.block.rank * (1 - self.w)
-        return PEER_PIECES * self.block.rank + self.w
+        return part_of(self.protocol, self.block.rank, self.w)
 
     def operands_of_dq(self, i, count):
         return [*super().operands_of_dq(i, count), (self.block.inbox, self.tag(i))]
 
     def adds_piece(self, i):
-        (*_, m_block), _ = self.steps[i]
-        return not self.has_middle_piece or self.w == 0 or m_block % 2 == self.block.rank
+        return adds_piece(self.protocol, self.block.rank, self.w, self.steps[i])
 
     def add_dq_in_turn(self, i):
+        yield from self.take_turn()
         if self.adds_piece(i):
-            yield from self.take_turn(i)
             yield from self.add_dq(i)
-        elif self.protocol.is_deterministic:
-            yield from self.finish_dq()
+        yield from self.give_turn()
 
     def keep_dq(self, i):
         yield from self.free_ds()

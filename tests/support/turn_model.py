@@ -11,12 +11,18 @@ import itertools
 from typing import NamedTuple
 
 from onepass.geometry import tile_scheduler
-from onepass.geometry.block_range import first_key_block, following_query_block, last_key_block, query_blocks
+from onepass.geometry.block_range import (
+    first_key_block,
+    following_query_block,
+    last_key_block,
+    query_blocks,
+    turn_in_ring,
+)
 from onepass.geometry.integers import ceil_div
 
-# Times of the model: a step; from a tile's last addition to its completion; from giving a turn until another thread
-# block sees it; the remaining work at the end of a tile.
-STEP, COMPLETE, SEEN, STORE = 10, 6, 3, 5
+# Times of the model: a step; from an addition until another thread block sees the turn; the remaining work at the end
+# of a tile.
+STEP, SEEN, STORE = 10, 9, 5
 
 
 class Case(NamedTuple):
@@ -70,6 +76,39 @@ def padded_tiles(case, heads_kv, batch, section, used=None, in_turns=True):
     return tiles
 
 
+def tiles_with_ascending_end(case, heads_kv, batch, ascending, used=None):
+    """The steps of all tiles of a dense batch, by number. Args: ascending: heads that ascend, the last ones."""
+    blocks = ceil_div(case.seqlen_k, case.tile_n)
+    divisors = tile_scheduler.Divisors(blocks, 1, ascending, heads_kv)
+    tiles = []
+    for number in range(blocks * heads_kv * batch):
+        coord, ascends = tile_scheduler.turning_coord(number, divisors, blocks, batch)
+        entry_case = case if used is None else case._replace(seqlen_k=used[coord.batch])
+        tiles.append(steps_of(entry_case._replace(descending=not ascends), coord.m_block, coord.head, coord.batch))
+    return tiles
+
+
+def tiles_in_rings(case, heads_kv, batch, section, ring, lag):
+    """The steps of all tiles of a dense batch without a mask, by number, in rings of `ring` tiles."""
+    blocks, queries = ceil_div(case.seqlen_k, case.tile_n), ceil_div(case.seqlen_q, case.tile_m)
+    last = tile_scheduler.heads_in_last_section(heads_kv * batch, section)
+    divisors = tile_scheduler.Divisors(blocks * section, section, last, heads_kv)
+    tiles = []
+    for number in range(blocks * heads_kv * batch):
+        coord = tile_scheduler.tile_coord(number, divisors, blocks, batch)
+        n_block = blocks - 1 - coord.m_block
+        place = n_block % ring
+        size = min(ring, blocks - n_block + place)
+        first_head, steps = coord.head * case.group, []
+        head, m_block = first_head, place * lag
+        for _ in range(queries * case.group):
+            turn = n_block - place + turn_in_ring(place, m_block, size, lag)
+            steps.append(((coord.batch, head, m_block), turn))
+            head, m_block = following_query_block(head, m_block, first_head, case.group, 0, queries, True, False, True)
+        tiles.append(steps)
+    return tiles
+
+
 def packed_tiles(case, lengths, heads_kv):
     """The steps of all tiles of packed sequences, by number. Args: lengths: (queries, keys) of each sequence."""
     tiles = []
@@ -83,43 +122,37 @@ def packed_tiles(case, lengths, heads_kv):
     return tiles
 
 
-def run(tiles, num_ctas, is_dynamic, in_turns=True, jitter=None):
+def run(tiles, num_ctas, is_dynamic, in_turns=True, jitter=None, forwards=False):
     """Steps until all tiles are done. Raises: AssertionError if a tile waits forever, or two wait for one turn."""
     num_ctas = min(num_ctas, len(tiles))
     counts, waiting, drawn = {}, {}, itertools.count(num_ctas)
 
     def thread_block(cta):
         """Yield the times that pass and the turns to wait for."""
-        number, unfinished = cta, None
+        number = cta
         for wave in itertools.count(1):
             if number >= len(tiles):
                 return
             for key, turn in tiles[number]:
                 yield STEP + (jitter() if jitter else 0)
-                if unfinished is not None:
-                    give(unfinished)
                 if in_turns:
                     yield key, turn
-                unfinished = key
-            if unfinished is not None:
-                yield COMPLETE
-                give(unfinished)
-                unfinished = None
+                heapq.heappush(events, (now + SEEN, next(order), key))
             yield STORE
-            number = next(drawn) if is_dynamic else tile_scheduler.tile_number(cta, wave, num_ctas)
+            number = next(drawn) if is_dynamic else tile_scheduler.tile_number(cta, wave, num_ctas, forwards=forwards)
 
-    def give(key):
-        counts[key] = counts.get(key, 0) + 1
-        if (key, counts[key]) in waiting:
-            heapq.heappush(events, (now + SEEN, waiting.pop((key, counts[key]))))
-
-    blocks = [thread_block(cta) for cta in range(num_ctas)]
-    events, now = [(0, cta) for cta in range(num_ctas)], 0
+    blocks, order = [thread_block(cta) for cta in range(num_ctas)], itertools.count()
+    events, now, end = [(0, next(order), cta) for cta in range(num_ctas)], 0, 0
     while events:
-        now, cta = heapq.heappop(events)
+        now, _, cta = heapq.heappop(events)
+        if isinstance(cta, tuple):  # a key, to whose turn others may have waited
+            counts[cta] = counts.get(cta, 0) + 1
+            cta = waiting.pop((cta, counts[cta]), None)
+            if cta is None:
+                continue
         for event in blocks[cta]:
             if isinstance(event, int):
-                heapq.heappush(events, (now + event, cta))
+                heapq.heappush(events, (now + event, next(order), cta))
                 break
             key, turn = event
             assert counts.get(key, 0) <= turn, event
@@ -127,6 +160,8 @@ def run(tiles, num_ctas, is_dynamic, in_turns=True, jitter=None):
             if counts.get(key, 0) < turn:
                 waiting[event] = cta
                 break
+        else:
+            end = now
     assert not waiting, f"deadlock: {len(waiting)} thread blocks wait"
     assert sum(counts.values()) == sum(map(len, tiles))
-    return now / STEP
+    return end / STEP
