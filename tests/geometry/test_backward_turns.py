@@ -225,8 +225,12 @@ def cost(seqlen, left, right, group, head_dim=128, num_ctas=132):
         config = heuristics.backward_config_sm90(one)
         case = Case(seqlen, seqlen, left, right, tile_m, 128, group, config.adds_descending(one))
         section = heads_per_section(one, config, num_ctas)
-        tiles = padded_tiles(case, heads, batch, section, in_turns=one.deterministic)
-        steps.append(run(tiles, num_ctas, config.dynamic_tiles, one.deterministic))
+        is_ring = config.adds_in_rings(one)
+        if is_ring:
+            tiles = tiles_in_rings(case, heads, batch, section, tiles_in_ring(one, config, num_ctas), config.ring_lag)
+        else:
+            tiles = padded_tiles(case, heads, batch, section, in_turns=one.deterministic)
+        steps.append(run(tiles, num_ctas, config.dynamic_tiles, one.deterministic, forwards=is_ring))
     return tuple(steps)
 
 
