@@ -6,7 +6,10 @@ import ast
 import textwrap
 
 import pytest
+
 from benchmarks import code_metrics
+
+DOCS = "docs"  # no pages of this repository
 
 
 @pytest.fixture
@@ -14,8 +17,8 @@ def checkout(tmp_path):
     files = {
         "pyproject.toml": '[tool.hatch.build.targets.wheel]\npackages = ["one"]\n',
         "README.md": "one two\nthree\n",
-        "docs/guide.md": "four words are here\n",
-        "docs/lab/log.md": "not counted\n",
+        f"{DOCS}/guide.md": "four words are here\n",
+        f"{DOCS}/lab/log.md": "not counted\n",
         "benchmarks/results/a.json": "{}",
         "benchmarks/run.py": "x = 1\n",
         "tests/test_one.py": "def test():\n    pass\n",
@@ -33,14 +36,14 @@ def checkout(tmp_path):
             def _private():
                 pass
             ''',
-        "one/low.py": '''
+        "one/low.py": """
             from typing import TYPE_CHECKING
             if TYPE_CHECKING:
                 from . import high
             class Thing:
                 def rest(self, *more, **options):
                     return 1
-            ''',
+            """,
     }
     for name, text in files.items():
         path = tmp_path / name
