@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .machine import counted
+from ..testing.machine import counted
 
 Row = dict[str, Any]
 

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from ..bench.cases import CASE_SETS, DTYPES, Case, CaseSet, get_case_set, select
 from ..bench.flops import flops
-from ..bench.machine import counted
 from ..bench.peers import PEERS
 from ..bench.rows import Options
 from ..bench.run import Report, run
+from ..testing.machine import counted
 from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, require_output, require_plot, resolve_device
 
 _CONTEXT_PARALLEL = "context-parallel"  # a suite of its own, whose processes torchrun starts

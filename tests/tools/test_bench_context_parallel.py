@@ -17,7 +17,7 @@ from ranks import loopback
 from onepass import distributed
 from onepass.bench.suites import context_parallel as suite
 from onepass.bench.suites import context_parallel_contenders as contenders
-from onepass.bench.timing import Samples
+from onepass.tuning.timing import Samples
 
 ROOT = Path(__file__).parents[2]
 

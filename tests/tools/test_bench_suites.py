@@ -20,11 +20,11 @@ from onepass.bench import ablation
 from onepass.bench.ablation import Kernel
 from onepass.bench.check import attention_in_pytorch, choose_samples, expected_rows
 from onepass.bench.flops import flops
-from onepass.bench.rows import Report
 from onepass.bench.suites import backward_sm90, float32, forward_sm90, fp8, sm80
 from onepass.bench.suites import grid as grid_module
 from onepass.errors import UnsupportedError
 from onepass.kernels.launch import forward_sm90 as launch
+from onepass.testing.results import Report
 
 
 @dataclass(frozen=True)

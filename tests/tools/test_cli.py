@@ -209,7 +209,7 @@ def test_verify_fails_if_any_tensor_of_a_call_is_over_its_budget(monkeypatch, tm
         return lambda dtype, device: SimpleNamespace(compare=lambda: comparisons)
 
     outlier = table3.RmsError("one", math.nan, None, None, 1e-2)
-    monkeypatch.setattr(cli_verify, "DTYPES", {"float32": torch.float32})
+    monkeypatch.setattr(cli_verify, "SUPPORTED_DTYPES", (torch.float32,))
     monkeypatch.setattr(cli_verify, "_options", lambda length: {name: call(*errors) for name, errors in found.items()})
     monkeypatch.setattr(table3, "table3", lambda *arguments: [outlier])
     path = tmp_path / "verify.json"

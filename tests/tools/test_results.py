@@ -1,4 +1,4 @@
-"""benchmarks/results/: every file has the form that onepass.bench.rows describes, and something refers to it."""
+"""benchmarks/results/: every file has the form that onepass.testing.results describes, and something refers to it."""
 
 import json
 import re
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from onepass.bench.rows import SCHEMA_VERSION
 from onepass.bench.timeline import picture
 from onepass.bench.timeline.chrome import from_chrome
 from onepass.bench.timeline.summary import table
+from onepass.testing.results import SCHEMA_VERSION
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

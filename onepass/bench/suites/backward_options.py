@@ -31,8 +31,8 @@ from ...geometry.block_range import count_visible_pairs
 from ...kernels.launch import backward_sm90 as backward_launch
 from ...ops.attention import problem_of
 from ...problem import AttentionInputs
-from ..machine import describe
-from ..rows import Report
+from ...testing.machine import describe
+from ...testing.results import Report
 from . import grid
 from .ahead import compile_ahead
 from .backward_sm90 import max_relative_error

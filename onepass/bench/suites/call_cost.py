@@ -29,10 +29,10 @@ from ...kernels.launch import forward_sm90 as launch
 from ...ops import attention as ops
 from ...problem import AttentionInputs
 from ...problem.outputs import empty_outputs
+from ...testing.machine import describe
+from ...testing.results import Report, output_file
+from ...tuning.timing import host_us
 from ...validation import attention as validation
-from ..machine import describe
-from ..rows import Report, output_file
-from ..timing import host_us
 
 NUM_CALLS, NUM_SAMPLES = 500, 21
 NO_OPTIONS = dict.fromkeys(("window", "softcap", "sinks", "softmax_scale", "deterministic", "tuning"))

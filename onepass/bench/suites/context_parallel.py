@@ -43,11 +43,11 @@ from torch import Tensor
 
 from ...distributed.layout import Run, visible_pairs
 from ...problem import Mask
+from ...testing.machine import describe
+from ...testing.results import Report, Row, output_file, reason_of
+from ...tuning.timing import Samples, cpu_sampler, measure_interleaved
 from .. import activity
 from ..flops import flops_of_pairs
-from ..machine import describe
-from ..rows import Report, Row, output_file, reason_of
-from ..timing import Samples, cpu_sampler, measure_interleaved
 from .context_parallel_contenders import Contender, LocalWork, Work, one_device, onepass_contenders, peers
 
 KINDS = ("causal", "full", "packed", "window")

@@ -44,14 +44,14 @@ from ...kernels.launch import decode_sm90 as sm90
 from ...kernels.launch.decode import DecodeLaunch, compile_requests
 from ...problem.decode import DecodeInputs, DecodeProblem
 from ...testing.budget import OUT_FACTOR, compare
+from ...testing.machine import describe
+from ...testing.results import Report, Row
+from ...tuning.timing import host_us, measure_interleaved
 from .. import decode as bench
 from ..cases import Case, decode_case, get_case_set
 from ..check import PEER_FACTOR
 from ..decode import CacheCopies, Decoder, Step, problem_of
 from ..flops import bytes_moved, kv_bytes
-from ..machine import describe
-from ..rows import Report, Row
-from ..timing import host_us, measure_interleaved
 from . import grid
 from .ahead import compile_ahead
 

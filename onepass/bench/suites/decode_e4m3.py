@@ -22,13 +22,13 @@ from torch import Tensor
 import onepass
 
 from ...testing.budget import compare
+from ...testing.machine import describe
+from ...testing.results import Report, Row
+from ...tuning.timing import measure_interleaved
 from .. import decode as bench
 from ..cases import Case, decode_case
 from ..decode import CacheCopies, Step
 from ..flops import bytes_moved, kv_bytes
-from ..machine import describe
-from ..rows import Report, Row
-from ..timing import measure_interleaved
 from . import grid
 from .decode import DEVICE, QUICK, host_time_us, in_pytorch, parse_cases
 

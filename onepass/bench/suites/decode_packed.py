@@ -38,13 +38,13 @@ from ...kernels.launch import decode_sm90 as decode_launch
 from ...kernels.launch.decode import DecodeLaunch
 from ...problem.decode import DecodeProblem
 from ...testing.budget import OUT_FACTOR, compare
+from ...testing.machine import describe
+from ...testing.results import Report, Row
+from ...tuning.timing import CudaSampler, measure_interleaved
 from .. import decode as bench
 from ..cases import Case, decode_case
 from ..check import PEER_FACTOR
 from ..flops import bytes_moved, flops
-from ..machine import describe
-from ..rows import Report, Row
-from ..timing import CudaSampler, measure_interleaved
 from . import grid
 
 DEVICE = "cuda"

@@ -29,8 +29,8 @@ from torch import Tensor
 
 import onepass
 
-from ..machine import describe
-from ..rows import Report
+from ...testing.machine import describe
+from ...testing.results import Report
 from . import grid
 
 PAGE_SIZE = 64

@@ -31,10 +31,10 @@ from ...kernels.launch import float32_halves
 from ...kernels.launch import forward_sm90 as launch
 from ...problem import AttentionInputs
 from ...problem.outputs import empty_outputs
+from ...testing.machine import describe
+from ...testing.results import Report, finite
 from ..cases import Case, make_inputs
 from ..check import attention_in_pytorch
-from ..machine import describe
-from ..rows import Report, finite
 from . import grid
 from .forward_sm90 import configuration, problem_of
 

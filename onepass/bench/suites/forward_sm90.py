@@ -38,9 +38,9 @@ from ...kernels.config import ForwardConfigSm90
 from ...kernels.launch import forward_sm90 as launch
 from ...problem import AttentionInputs, AttentionProblem, Mask
 from ...testing.budget import compare, compare_lse
-from ..machine import describe, under_load
-from ..rows import Report
-from ..timing import host_us
+from ...testing.machine import describe, under_load
+from ...testing.results import Report
+from ...tuning.timing import host_us
 from . import grid
 from .ahead import compile_ahead
 

@@ -50,8 +50,8 @@ from ...ops import quantize
 from ...problem import AttentionProblem, Mask, Quantization, QuantizedInputs
 from ...quantization import codec, dequantize, layout
 from ...testing import fp8_budget, table3
-from ..machine import describe, under_load
-from ..rows import Report, finite, input_file
+from ...testing.machine import describe, under_load
+from ...testing.results import Report, finite, input_file
 from . import grid
 from .ahead import compile_ahead
 from .forward_sm90 import configuration

@@ -40,8 +40,8 @@ from torch import Tensor, nn
 
 from ...integrations import torch_sdpa
 from ...processes import python_command
-from ..machine import describe
-from ..rows import Report
+from ...testing.machine import describe
+from ...testing.results import Report
 from . import grid
 
 OURS, TORCH = "onepass", "sdpa"

@@ -25,8 +25,8 @@ from torch import Tensor
 
 import onepass
 
-from ..machine import describe
-from ..rows import Report
+from ...testing.machine import describe
+from ...testing.results import Report
 from . import grid
 
 DEVICE = "cuda"

@@ -26,9 +26,9 @@ from ...kernels.launch import quantize as launch
 from ...ops import quantize
 from ...problem import AttentionInputs, AttentionProblem, Mask
 from ...quantization import layout
-from ..machine import describe
-from ..rows import Report, Row
-from ..timing import CudaSampler, host_us
+from ...testing.machine import describe
+from ...testing.results import Report, Row
+from ...tuning.timing import CudaSampler, host_us
 from . import grid
 from .ahead import compile_ahead
 from .grid import HIDDEN, TOKENS

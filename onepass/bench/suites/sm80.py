@@ -27,12 +27,12 @@ from ...errors import UnsupportedError
 from ...kernels.compiler.compile import CompileRequest
 from ...kernels.launch import backward_sm80, forward_sm80
 from ...testing.budget import GRADIENT_FACTOR, OUT_FACTOR, compare
+from ...testing.machine import describe, under_load
+from ...testing.results import Report
 from .. import ablation
 from ..cases import Case, make_inputs
 from ..check import PEER_FACTOR, attention_in_pytorch
-from ..machine import describe, under_load
 from ..peers import Contender, find_peers, prepare
-from ..rows import Report
 from . import grid
 from .ahead import compile_ahead
 from .backward_sm90 import CHECKED_SEQLENS, configuration

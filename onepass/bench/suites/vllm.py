@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from ...processes import python_command
-from ..rows import Report, Row, output_file
+from ...testing.results import Report, Row, output_file
 
 MODEL = {
     "hidden_size": 2048,
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: the exit status, 1 if a process of a backend failed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
-    from ..machine import describe
+    from ...testing.machine import describe
 
     header = describe("cpu" if options.small else "cuda") | {"model": options.model, "new_tokens": options.new}
     header |= {"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype}

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..rows import input_file, output_file
+from ...testing.results import input_file, output_file
 from .acts import Role, Span, gemms_in_flight
 from .record import Timeline
 

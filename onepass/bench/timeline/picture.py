@@ -16,8 +16,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from ...testing.results import output_file
 from ..chart import INK, LINES, MUTED
-from ..rows import output_file
 from .acts import ISSUE, WAITS_FOR_GEMMS, Role, Span, gemms_in_flight, step_cycles
 from .chrome import from_chrome, trace_file
 from .record import Timeline
