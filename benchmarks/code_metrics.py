@@ -107,7 +107,7 @@ def number_of_arguments(function: _Function) -> int:
 
 def imported(source: Source, modules: set[str]) -> set[str]:
     """The modules, of those given, that a file imports anywhere."""
-    found = set()
+    found: set[str] = set()
     package = source.module.split(".")
     package = package if source.is_package else package[:-1]
     for node in ast.walk(source.tree):

@@ -100,8 +100,12 @@ def _confirm_on_cpu(paper: CaseSet) -> None:
 
 def _bench_context_parallel(device: str, path: Path | None, rounds: int | None, only: str | None, peers: bool) -> int:
     """Run this rank of the suite; on a CPU its small cases. `only` has words of cases. Returns: the exit status."""
-    from ..bench.suites import context_parallel
+    from ..bench.clone import load
 
+    try:
+        context_parallel = load("benchmarks.suites.context_parallel")
+    except ImportError as error:
+        fail(str(error))
     device_type = device.partition(":")[0]
     arguments = ["--device", device_type, "--peers", str(int(peers)), "--cases", only or ""]
     arguments += ["--smoke"] if device_type == "cpu" else []

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import serve
 
-from onepass.bench.suites import vllm as vllm_bench
+from benchmarks.suites import vllm as vllm_bench
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 # In 16 bits two tokens whose logarithms are this close may change places: a logit of 8 is rounded by up to 0.03.

@@ -14,9 +14,9 @@ import pytest
 import torch
 from ranks import loopback
 
+from benchmarks.suites import context_parallel as suite
+from benchmarks.suites import context_parallel_contenders as contenders
 from onepass import distributed
-from onepass.bench.suites import context_parallel as suite
-from onepass.bench.suites import context_parallel_contenders as contenders
 from onepass.tuning.timing import Samples
 
 ROOT = Path(__file__).parents[2]

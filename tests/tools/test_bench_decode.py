@@ -11,13 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 import onepass
+from benchmarks.suites import decode as suite_module
+from benchmarks.suites import decode_e4m3, decode_packed
 from onepass.api import decode_calls
 from onepass.bench import decode as bench
 from onepass.bench import plot
 from onepass.bench.cases import decode_case, get_case_set
 from onepass.bench.flops import bytes_moved, flops, kv_bytes
-from onepass.bench.suites import decode as suite_module
-from onepass.bench.suites import decode_e4m3, decode_packed
 from onepass.cli.app import app
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import decode_sm90 as decode_launch_sm90

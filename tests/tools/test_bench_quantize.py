@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from benchmarks.suites import quantize as module
 from onepass.api import fast_path
-from onepass.bench.suites import quantize as module
 from onepass.dispatch import fp8
 from onepass.kernels.launch import quantize as launch
 

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.harness import grid as grid_module
+from benchmarks.suites import backward_sm90, float32, forward_sm90, fp8, sm80
 from onepass import reference, tiled
 from onepass.bench import ablation
 from onepass.bench.ablation import Kernel
 from onepass.bench.check import attention_in_pytorch, choose_samples, expected_rows
 from onepass.bench.flops import flops
-from onepass.bench.suites import backward_sm90, float32, forward_sm90, fp8, sm80
-from onepass.bench.suites import grid as grid_module
 from onepass.errors import UnsupportedError
 from onepass.kernels.launch import forward_sm90 as launch
 from onepass.testing.results import Report
@@ -248,7 +248,7 @@ def test_forward_takes_its_configurations():
 
 @pytest.mark.parametrize("suite", ["forward_sm90", "decode_packed", "quantize", "call_cost", "modifiers"])
 def test_help(suite, capsys):
-    module = importlib.import_module(f"onepass.bench.suites.{suite}")
+    module = importlib.import_module(f"benchmarks.suites.{suite}")
     with pytest.raises(SystemExit) as end:
         module.main(["--help"])
     assert end.value.code == 0
@@ -258,7 +258,7 @@ def test_help(suite, capsys):
 def test_importing_suites_imports_no_kernel_compiler():
     code = """
 import importlib, pkgutil, sys
-from onepass.bench import suites
+from benchmarks import suites
 for module in pkgutil.iter_modules(suites.__path__):
     importlib.import_module(f"{suites.__name__}.{module.name}")
 assert not {"cutlass", "tvm_ffi", "triton"} & set(sys.modules)

@@ -116,7 +116,7 @@ def test_bench_passes_its_options_on(monkeypatch):
 
 @pytest.mark.parametrize("status", [0, 1, 130])
 def test_bench_runs_the_context_parallel_suite(monkeypatch, status):
-    from onepass.bench.suites import context_parallel
+    from benchmarks.suites import context_parallel
 
     asked = []
     monkeypatch.setattr(context_parallel, "main", lambda arguments: asked.append(arguments) or status)

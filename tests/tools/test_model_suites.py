@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from onepass.bench.suites import engine, models
+from benchmarks.suites import engine, models
 
 
 @pytest.mark.parametrize("part", [pytest.param(p, marks=[pytest.mark.slow] * (p == "first")) for p in models.PARTS])

@@ -1,7 +1,7 @@
 """Whole models with onepass and with torch's SDPA: generation, training, a diffusion transformer, and the first step.
 
-    python -m onepass.bench.suites.models                               # all parts, on a GPU
-    python -m onepass.bench.suites.models --parts train --small         # on a CPU, to see that it runs
+    python -m benchmarks models                               # all parts, on a GPU
+    python -m benchmarks models --parts train --small         # on a CPU, to see that it runs
 
 generate    transformers' Llama (random weights), greedy, new tokens per second: prompts of 1k and 32k tokens, batch 1
             and 4, with and without padding on the left. Before they are timed, both generate a few tokens while a wait
@@ -28,7 +28,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,11 +37,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...integrations import torch_sdpa
-from ...processes import python_command
-from ...testing.machine import describe
-from ...testing.results import Report
-from . import grid
+from onepass.integrations import torch_sdpa
+from onepass.processes import python_command
+from onepass.testing.machine import describe
+from onepass.testing.results import Report
+
+from ..harness import grid
 
 OURS, TORCH = "onepass", "sdpa"
 PARTS = ("generate", "train", "diffusion", "first")
@@ -147,7 +147,7 @@ def make_llama(sizes: Sizes, attention: str = TORCH) -> Any:
     """A Llama with random weights. Registers onepass, so that a model may be switched to it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from ...integrations.transformers import register
+    from onepass.integrations.transformers import register
 
     register(OURS)
     torch.manual_seed(0)
@@ -167,7 +167,7 @@ def no_waiting_in_attention(device: str) -> Iterator[list[int]]:
     """
     from transformers import AttentionInterface
 
-    from ...integrations.transformers import attention_forward
+    from onepass.integrations.transformers import attention_forward
 
     calls: list[int] = []
 
@@ -271,7 +271,7 @@ def first(sizes: Sizes, options: argparse.Namespace, report: Report) -> None:
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "ONEPASS_CACHE_DIR": os.path.join(folder, "kernels")}
             arguments = ["--first-step-of", name, *["--small"] * options.small]
-            command = python_command("from onepass.bench.suites.models import main; main()", *arguments)
+            command = python_command("from benchmarks.suites.models import main; main()", *arguments)
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode:
                 raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
@@ -388,7 +388,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name in parts:
                 part(sizes, options.rounds, report)
     return 0 if all(row.get("agrees", True) for row in report.rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

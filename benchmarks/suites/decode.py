@@ -1,10 +1,10 @@
 """attention_decode on a GPU: is it right, how near to the memory's bandwidth is it, and which configuration is fastest?
 
-    python -m onepass.bench.suites.decode                     # check, then the grid beside FlashAttention-3
-    python -m onepass.bench.suites.decode --quick             # six cases
-    python -m onepass.bench.suites.decode --rows              # 4 to 1024 queries a sequence
-    python -m onepass.bench.suites.decode --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
-    python -m onepass.bench.suites.decode --quick --variants "num_splits=8; key_warps=2,num_stages=4; num_stages=2"
+    python -m benchmarks decode                     # check, then the grid beside FlashAttention-3
+    python -m benchmarks decode --quick             # six cases
+    python -m benchmarks decode --rows              # 4 to 1024 queries a sequence
+    python -m benchmarks decode --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
+    python -m benchmarks decode --quick --variants "num_splits=8; key_warps=2,num_stages=4; num_stages=2"
 
 A case is the batch (b), keys (k), heads of q and of the cache (h), head_dim (d) and queries (q, 1 by default).
 Contenders take turns: onepass over a dense cache ("onepass") and over pages of 16, 64 and 256 keys at random places,
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -34,26 +33,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import decode
-from ...errors import UnsupportedError
-from ...kernels.compiler.compile import CompileRequest
-from ...kernels.config import LaunchConfig
-from ...kernels.config.arch import arch_of
-from ...kernels.launch import decode_sm80 as sm80
-from ...kernels.launch import decode_sm90 as sm90
-from ...kernels.launch.decode import DecodeLaunch, compile_requests
-from ...problem.decode import DecodeInputs, DecodeProblem
-from ...testing.budget import OUT_FACTOR, compare
-from ...testing.machine import describe
-from ...testing.results import Report, Row
-from ...tuning.timing import host_us, measure_interleaved
-from .. import decode as bench
-from ..cases import Case, decode_case, get_case_set
-from ..check import PEER_FACTOR
-from ..decode import CacheCopies, Decoder, Step, problem_of
-from ..flops import bytes_moved, kv_bytes
-from . import grid
-from .ahead import compile_ahead
+from onepass.bench import decode as bench
+from onepass.bench.cases import Case, decode_case, get_case_set
+from onepass.bench.check import PEER_FACTOR
+from onepass.bench.decode import CacheCopies, Decoder, Step, problem_of
+from onepass.bench.flops import bytes_moved, kv_bytes
+from onepass.dispatch import decode
+from onepass.errors import UnsupportedError
+from onepass.kernels.compiler.compile import CompileRequest
+from onepass.kernels.config import LaunchConfig
+from onepass.kernels.config.arch import arch_of
+from onepass.kernels.launch import decode_sm80 as sm80
+from onepass.kernels.launch import decode_sm90 as sm90
+from onepass.kernels.launch.decode import DecodeLaunch, compile_requests
+from onepass.problem.decode import DecodeInputs, DecodeProblem
+from onepass.testing.budget import OUT_FACTOR, compare
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, Row
+from onepass.tuning.timing import host_us, measure_interleaved
+
+from ..harness import grid
+from ..harness.ahead import compile_ahead
 
 DEVICE = "cuda"
 CONTENDERS = "onepass,onepass page 16,onepass page 64,onepass page 256,fa3,fa3 prepared,fa3 page 64"
@@ -328,7 +328,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_row(report.rows[-1])
             torch.cuda.empty_cache()
     return report.exit_status(ok)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

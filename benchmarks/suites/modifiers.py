@@ -1,7 +1,7 @@
 """What ranges of keys, left padding, ALiBi, a bias and dropout cost on a GPU, beside a call without them.
 
-    python -m onepass.bench.suites.modifiers                              # all cases, forward and backward
-    python -m onepass.bench.suites.modifiers --cases dropout,d128         # cases whose names have all of the words
+    python -m benchmarks modifiers                              # all cases, forward and backward
+    python -m benchmarks modifiers --cases dropout,d128         # cases whose names have all of the words
 
 A case is compared with the ordinary call that does as much work: a causal mask in the form of ranges or of positions
 with `causal=True`, documents in the form of ranges with packed sequences, and any other option with the same call
@@ -16,7 +16,6 @@ import argparse
 import functools
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +23,10 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.testing.machine import describe
+from onepass.testing.results import Report
 
-from ...testing.machine import describe
-from ...testing.results import Report
-from . import grid
+from ..harness import grid
 
 DEVICE = "cuda"
 TOKENS, HIDDEN, DOCUMENT = 16384, 2048, 1000
@@ -176,7 +175,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in chosen:
             measure(case, args, report)
     return report.exit_status(not any(row["disagrees"] for row in report.rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
 """The Ampere kernels: are they right, how fast are they, and which configuration is fastest?
 
-    python -m onepass.bench.suites.sm80                       # forward, bf16: check, then the paper's grid
-    python -m onepass.bench.suites.sm80 --direction bwd       # the backward pass alone
-    python -m onepass.bench.suites.sm80 --dtype float32       # beside torch's memory-efficient SDPA, TF32 off
-    python -m onepass.bench.suites.sm80 --no-check --cases 128c8192 --variants "tile_m=128,tile_n=32; num_stages=1"
+    python -m benchmarks sm80                       # forward, bf16: check, then the paper's grid
+    python -m benchmarks sm80 --direction bwd       # the backward pass alone
+    python -m benchmarks sm80 --dtype float32       # beside torch's memory-efficient SDPA, TF32 off
+    python -m benchmarks sm80 --no-check --cases 128c8192 --variants "tile_m=128,tile_n=32; num_stages=1"
 
 The suite runs on any GPU of compute capability 8.0 or more. On Hopper, too, it times these kernels, and not what
 onepass would choose there. Peers are torch's SDPA: FlashAttention-2 (`fa2`) or, in float32, memory-efficient attention
@@ -15,26 +15,26 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ...dispatch import attention as dispatch
-from ...dispatch import backends
-from ...errors import UnsupportedError
-from ...kernels.compiler.compile import CompileRequest
-from ...kernels.launch import backward_sm80, forward_sm80
-from ...testing.budget import GRADIENT_FACTOR, OUT_FACTOR, compare
-from ...testing.machine import describe, under_load
-from ...testing.results import Report
-from .. import ablation
-from ..cases import Case, make_inputs
-from ..check import PEER_FACTOR, attention_in_pytorch
-from ..peers import Contender, find_peers, prepare
-from . import grid
-from .ahead import compile_ahead
+from onepass.bench import ablation
+from onepass.bench.cases import Case, make_inputs
+from onepass.bench.check import PEER_FACTOR, attention_in_pytorch
+from onepass.bench.peers import Contender, find_peers, prepare
+from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
+from onepass.errors import UnsupportedError
+from onepass.kernels.compiler.compile import CompileRequest
+from onepass.kernels.launch import backward_sm80, forward_sm80
+from onepass.testing.budget import GRADIENT_FACTOR, OUT_FACTOR, compare
+from onepass.testing.machine import describe, under_load
+from onepass.testing.results import Report
+
+from ..harness import grid
+from ..harness.ahead import compile_ahead
 from .backward_sm90 import CHECKED_SEQLENS, configuration
 
 DEVICE, BACKEND = "cuda", "sm80"
@@ -162,7 +162,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.no_grid:
             run_grid(args, rivals, report)
     return report.exit_status(ok)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

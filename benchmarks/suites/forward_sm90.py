@@ -1,9 +1,9 @@
 """The Hopper forward: is it right, how fast is it, and which configuration is fastest?
 
-    python -m onepass.bench.suites.forward_sm90                                       # check, then the grid
-    python -m onepass.bench.suites.forward_sm90 --no-check --cases 128c8192,256n512   # some cases only
-    python -m onepass.bench.suites.forward_sm90 --variants "n128 q2; n128 q2 queue"   # also these configurations
-    python -m onepass.bench.suites.forward_sm90 --variants try                        # also the ones in VARIANTS
+    python -m benchmarks forward_sm90                                       # check, then the grid
+    python -m benchmarks forward_sm90 --no-check --cases 128c8192,256n512   # some cases only
+    python -m benchmarks forward_sm90 --variants "n128 q2; n128 q2 queue"   # also these configurations
+    python -m benchmarks forward_sm90 --variants try                        # also the ones in VARIANTS
 
 A case is head_dim, c (causal) or n, and the sequence length; a configuration is a list of words, see `WORDS`. The grid
 is that of the FlashAttention-3 paper, see grid.py. Contenders take turns in each case; a figure is the median over the
@@ -18,7 +18,6 @@ import functools
 import itertools
 import math
 import random
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -30,19 +29,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onepass
+from onepass import reference
+from onepass.dispatch import attention as dispatch
+from onepass.errors import UnsupportedError
+from onepass.kernels.config import ForwardConfigSm90
+from onepass.kernels.launch import forward_sm90 as launch
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.testing.budget import compare, compare_lse
+from onepass.testing.machine import describe, under_load
+from onepass.testing.results import Report
+from onepass.tuning.timing import host_us
 
-from ... import reference
-from ...dispatch import attention as dispatch
-from ...errors import UnsupportedError
-from ...kernels.config import ForwardConfigSm90
-from ...kernels.launch import forward_sm90 as launch
-from ...problem import AttentionInputs, AttentionProblem, Mask
-from ...testing.budget import compare, compare_lse
-from ...testing.machine import describe, under_load
-from ...testing.results import Report
-from ...tuning.timing import host_us
-from . import grid
-from .ahead import compile_ahead
+from ..harness import grid
+from ..harness.ahead import compile_ahead
 
 DEVICE = "cuda"
 
@@ -536,7 +535,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.no_grid:
             run_grid(args, report)
     return report.exit_status(ok)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Tokens per second of a serving loop with continuous batching: onepass over pages beside FlashAttention-3.
 
-    python -m onepass.bench.suites.engine                 # 1, 16 and 128 requests, on a GPU
-    python -m onepass.bench.suites.engine --small         # on a CPU, to see that it runs
+    python -m benchmarks engine                 # 1, 16 and 128 requests, on a GPU
+    python -m benchmarks engine --small         # on a CPU, to see that it runs
 
 A step is what an inference engine does: the tokens of a step, single tokens of running requests beside chunks of new
 prompts, are packed into one batch; each layer writes their keys and values into the cache and attends over it. Steps
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import onepass
+from onepass.testing.machine import describe
+from onepass.testing.results import Report
 
-from ...testing.machine import describe
-from ...testing.results import Report
-from . import grid
+from ..harness import grid
 
 PAGE_SIZE = 64
 PAGED, DENSE, FA3 = "onepass page 64", "onepass", "fa3"
@@ -301,7 +300,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             measure(model, count, options.rounds, report)
     # in float32 a dense cache gives the same tokens as pages
     return int(sizes.dtype == torch.float32 and any(row["same_tokens"][DENSE] < 1 for row in report.rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

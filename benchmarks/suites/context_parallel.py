@@ -1,8 +1,8 @@
 """Attention over the ranks of a process group, beside one device and the peers.
 
     torchrun --nproc-per-node 4 -m onepass.cli bench context-parallel --json context-parallel.json
-    torchrun --nproc-per-node 4 -m onepass.bench.suites.context_parallel --cases causal,64/8 --out part.json
-    torchrun --nproc-per-node 2 -m onepass.bench.suites.context_parallel --smoke --device cpu
+    torchrun --nproc-per-node 4 -m benchmarks context_parallel --cases causal,64/8 --out part.json
+    torchrun --nproc-per-node 2 -m benchmarks context_parallel --smoke --device cpu
 
 On GPUs each rank takes the GPU of its LOCAL_RANK and NCCL; on a CPU gloo. A row has, for each contender:
 
@@ -15,7 +15,7 @@ On GPUs each rank takes the GPU of its LOCAL_RANK and NCCL; on a CPU gloo. A row
 - peak_bytes: the inputs and the most memory beside them, on the rank that needs most, without the memory that "copies"
   publish; peak_limit_bytes: the peak_bytes of one device divided by P, and two of 16 chunks of all keys and values.
 - received_bytes: the most bytes that a rank receives, by the estimate of the plan.
-- activity, with --activity: what the first rank's GPU does during one more call (`onepass.bench.activity`), in
+- activity, with --activity: what the first rank's GPU does during one more call (`benchmarks.harness.activity`), in
   milliseconds and as a picture.
 
 onepass has a contender for each engine, and on GPUs also one that reads rows by copies (the plan's transport). With
@@ -30,7 +30,6 @@ import itertools
 import math
 import os
 import random
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
@@ -41,13 +40,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...distributed.layout import Run, visible_pairs
-from ...problem import Mask
-from ...testing.machine import describe
-from ...testing.results import Report, Row, output_file, reason_of
-from ...tuning.timing import Samples, cpu_sampler, measure_interleaved
-from .. import activity
-from ..flops import flops_of_pairs
+from onepass.bench.flops import flops_of_pairs
+from onepass.distributed.layout import Run, visible_pairs
+from onepass.problem import Mask
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, Row, output_file, reason_of
+from onepass.tuning.timing import Samples, cpu_sampler, measure_interleaved
+
+from ..harness import activity
 from .context_parallel_contenders import Contender, LocalWork, Work, one_device, onepass_contenders, peers
 
 KINDS = ("causal", "full", "packed", "window")
@@ -457,7 +457,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [case for case in every if all(word in case.label for word in words)]
     if not chosen:
         parser.error(f"--cases: expected words of {', '.join(case.label for case in every)}, got {args.cases}")
-    return run(chosen, args, ranks)
+    try:
+        return run(chosen, args, ranks)
+    finally:
+        dist.destroy_process_group()
 
 
 def run(chosen: Sequence[ContextCase], args: argparse.Namespace, ranks: Ranks) -> int:
@@ -475,9 +478,3 @@ def run(chosen: Sequence[ContextCase], args: argparse.Namespace, ranks: Ranks) -
                 torch.cuda.empty_cache()
     wrong = any(name.startswith("onepass") or name == ONE_DEVICE for row in report.rows for name in row["failed"])
     return report.exit_status(not wrong)
-
-
-if __name__ == "__main__":
-    status = main()
-    dist.destroy_process_group()
-    sys.exit(status)

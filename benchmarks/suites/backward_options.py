@@ -1,7 +1,7 @@
 """The Hopper backward beyond the paper's grid: query heads in groups, packed sequences, windows, head dims, options.
 
-    python -m onepass.bench.suites.backward_options                      # all cases, beside FlashAttention-4
-    python -m onepass.bench.suites.backward_options --cases packed,GQA      # cases whose names have one of the words
+    python -m benchmarks backward_options                      # all cases, beside FlashAttention-4
+    python -m benchmarks backward_options --cases packed,GQA      # cases whose names have one of the words
 
 The backward pass alone is timed, as in backward_sm90.py; contenders take turns. A case with sinks or a softcap is
 measured beside onepass without this option ("plain"), all others beside FlashAttention-4. Cases have 16k tokens of
@@ -16,7 +16,6 @@ import itertools
 import math
 import random
 import statistics
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,15 +25,15 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.geometry.block_range import count_visible_pairs
+from onepass.kernels.launch import backward_sm90 as backward_launch
+from onepass.ops.attention import problem_of
+from onepass.problem import AttentionInputs
+from onepass.testing.machine import describe
+from onepass.testing.results import Report
 
-from ...geometry.block_range import count_visible_pairs
-from ...kernels.launch import backward_sm90 as backward_launch
-from ...ops.attention import problem_of
-from ...problem import AttentionInputs
-from ...testing.machine import describe
-from ...testing.results import Report
-from . import grid
-from .ahead import compile_ahead
+from ..harness import grid
+from ..harness.ahead import compile_ahead
 from .backward_sm90 import max_relative_error
 
 DEVICE = "cuda"
@@ -243,7 +242,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in chosen:
             measure(case, args, report)
     return report.exit_status(not any(row["disagrees"] for row in report.rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """attention_decode over e4m3 caches on a GPU: is it right, and how much faster is it than over 16-bit caches?
 
-    python -m onepass.bench.suites.decode_e4m3                                     # check, then six cases
-    python -m onepass.bench.suites.decode_e4m3 --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
+    python -m benchmarks decode_e4m3                                     # check, then six cases
+    python -m benchmarks decode_e4m3 --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
 
 Cases are written, and timed, as in decode.py: contenders in turns, replayed CUDA graphs, caches that do not lie in L2.
 TB/s counts the bytes of a contender's own K and V, q, out and lse. The results go to --out as JSON after every case.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,16 +19,16 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.bench import decode as bench
+from onepass.bench.cases import Case, decode_case
+from onepass.bench.decode import CacheCopies, Step
+from onepass.bench.flops import bytes_moved, kv_bytes
+from onepass.testing.budget import compare
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, Row
+from onepass.tuning.timing import measure_interleaved
 
-from ...testing.budget import compare
-from ...testing.machine import describe
-from ...testing.results import Report, Row
-from ...tuning.timing import measure_interleaved
-from .. import decode as bench
-from ..cases import Case, decode_case
-from ..decode import CacheCopies, Step
-from ..flops import bytes_moved, kv_bytes
-from . import grid
+from ..harness import grid
 from .decode import DEVICE, QUICK, host_time_us, in_pytorch, parse_cases
 
 E4M3 = torch.float8_e4m3fn
@@ -199,7 +198,3 @@ def print_row(row: Row) -> None:
             f"    {name:28s} {1e3 * entry['median_ms']:9.1f} us {entry['speed_over_16_bits']:6.2f}x {share}{host}",
             flush=True,
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,12 +17,11 @@ from torch import Tensor
 
 import onepass
 from onepass import distributed
-
-from ...distributed.attention import Call, out_rows, rows_first
-from ...distributed.cost import Hardware, estimate
-from ...distributed.local import LocalCalls, Options, OutRows, TermGradients, Terms
-from ...distributed.plan import ContextPlan
-from ...distributed.shipments import Coming, send_keys, send_queries
+from onepass.distributed.attention import Call, out_rows, rows_first
+from onepass.distributed.cost import Hardware, estimate
+from onepass.distributed.local import LocalCalls, Options, OutRows, TermGradients, Terms
+from onepass.distributed.plan import ContextPlan
+from onepass.distributed.shipments import Coming, send_keys, send_queries
 
 if TYPE_CHECKING:
     from .context_parallel import ContextCase

@@ -1,8 +1,8 @@
 """The forward in float32 on a Hopper GPU: how exact is it, and how fast beside torch's memory-efficient SDPA?
 
-    python -m onepass.bench.suites.float32                                        # errors, then the grid
-    python -m onepass.bench.suites.float32 --no-check --cases 128c8192,64n512     # some cases only
-    python -m onepass.bench.suites.float32 --variants "n64 lazy sums; n64 lazy sums queue"     # also these
+    python -m benchmarks float32                                        # errors, then the grid
+    python -m benchmarks float32 --no-check --cases 128c8192,64n512     # some cases only
+    python -m benchmarks float32 --variants "n64 lazy sums; n64 lazy sums queue"     # also these
 
 Contenders: "onepass" as a call runs it, with the split of q, k and v into halves of float16; "kernel" without it, from
 halves that are there; "sm80", the Ampere kernels with three products of tf32; "efficient", torch's, with TF32 off.
@@ -13,7 +13,6 @@ The results go to --out as JSON.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,18 +23,18 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onepass
+from onepass.bench.cases import Case, make_inputs
+from onepass.bench.check import attention_in_pytorch
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.config import ForwardConfigSm90, value_blocks
+from onepass.kernels.launch import float32_halves
+from onepass.kernels.launch import forward_sm90 as launch
+from onepass.problem import AttentionInputs
+from onepass.problem.outputs import empty_outputs
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, finite
 
-from ...dispatch import attention as dispatch
-from ...kernels.config import ForwardConfigSm90, value_blocks
-from ...kernels.launch import float32_halves
-from ...kernels.launch import forward_sm90 as launch
-from ...problem import AttentionInputs
-from ...problem.outputs import empty_outputs
-from ...testing.machine import describe
-from ...testing.results import Report, finite
-from ..cases import Case, make_inputs
-from ..check import attention_in_pytorch
-from . import grid
+from ..harness import grid
 from .forward_sm90 import configuration, problem_of
 
 DEVICE = "cuda"
@@ -135,7 +134,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.no_grid:
             run_grid(args, configs, report)
     return report.exit_status(ok)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """The CPU time of one call, by component: what Python spends before and after the kernel's own launch.
 
-    python -m onepass.bench.suites.call_cost
+    python -m benchmarks call_cost
 
 On a Hopper GPU the real kernel is launched, and never waited for within a sample. Elsewhere the tensors lie on the CPU
 and a function that does nothing stands in for the kernel, so that the rows show all but its launch (about 5 us) and
@@ -19,20 +19,19 @@ from typing import Any
 import torch
 
 import onepass
-
-from ...dispatch import attention as dispatch
-from ...dispatch import backends
-from ...kernels.compiler import compile
-from ...kernels.launch import backward_sm90 as backward_launch
-from ...kernels.launch import decode_sm80 as decode_launch
-from ...kernels.launch import forward_sm90 as launch
-from ...ops import attention as ops
-from ...problem import AttentionInputs
-from ...problem.outputs import empty_outputs
-from ...testing.machine import describe
-from ...testing.results import Report, output_file
-from ...tuning.timing import host_us
-from ...validation import attention as validation
+from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
+from onepass.kernels.compiler import compile
+from onepass.kernels.launch import backward_sm90 as backward_launch
+from onepass.kernels.launch import decode_sm80 as decode_launch
+from onepass.kernels.launch import forward_sm90 as launch
+from onepass.ops import attention as ops
+from onepass.problem import AttentionInputs
+from onepass.problem.outputs import empty_outputs
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, output_file
+from onepass.tuning.timing import host_us
+from onepass.validation import attention as validation
 
 NUM_CALLS, NUM_SAMPLES = 500, 21
 NO_OPTIONS = dict.fromkeys(("window", "softcap", "sinks", "softmax_scale", "deterministic", "tuning"))
@@ -113,7 +112,3 @@ def stand_in_for_a_gpu() -> None:
     ]
     for module, name, function in stand_ins:
         setattr(module, name, function)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,10 +15,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...testing.results import Report, finite, output_file
-from ...tuning.timing import Call, do_bench_sampler, measure_interleaved
-from ..cases import Case, Direction
-from ..flops import flops
+from onepass.bench.cases import Case, Direction
+from onepass.bench.flops import flops
+from onepass.testing.results import Report, finite, output_file
+from onepass.tuning.timing import Call, do_bench_sampler, measure_interleaved
 
 TOKENS, HIDDEN = 16384, 2048
 HEAD_DIMS = [64, 128, 256]

@@ -1,7 +1,7 @@
 """Tokens per second of vLLM with onepass and with vLLM's own attention, on one model and the same requests.
 
-    python -m onepass.bench.suites.vllm --out FILE                 # on a GPU, beside vLLM's FLASH_ATTN
-    python -m onepass.bench.suites.vllm --small                    # on a CPU, to see that it runs
+    python -m benchmarks vllm --out FILE                 # on a GPU, beside vLLM's FLASH_ATTN
+    python -m benchmarks vllm --small                    # on a CPU, to see that it runs
 
 The model is a Llama with random weights of a fixed seed. A case such as "16x1024" is 16 requests that arrive at once:
 their prompts are random tokens, the longest 1024 and the shortest half of that. All are greedy, for --new tokens.
@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...processes import python_command
-from ...testing.results import Report, Row, output_file
+from onepass.processes import python_command
+from onepass.testing.results import Report, Row, output_file
 
 MODEL = {
     "hidden_size": 2048,
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns: the exit status, 1 if a process of a backend failed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
-    from ...testing.machine import describe
+    from onepass.testing.machine import describe
 
     header = describe("cpu" if options.small else "cuda") | {"model": options.model, "new_tokens": options.new}
     header |= {"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype}
@@ -165,7 +165,7 @@ def serve_in_process(name: str, folder: Path, arguments: Sequence[str]) -> dict[
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; without it vLLM's CPU platform takes most memory
-    code = "import sys; from onepass.bench.suites.vllm import serve_here; serve_here(*sys.argv[1:])"
+    code = "import sys; from benchmarks.suites.vllm import serve_here; serve_here(*sys.argv[1:])"
     command = python_command(code, str(folder), "CUSTOM" if name == OURS else name, *arguments)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     if done.returncode:
@@ -259,7 +259,3 @@ def agreement(one: dict[str, Any], others: list[list[int]]) -> Row:
         "agreeing": statistics.median(agreeing) if agreeing else None,
         "largest_gap": None if len(known) < len(gaps) else max(known, default=0.0),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
 """The Hopper backward: is it right, how fast is it, and which configuration is fastest?
 
-    python -m onepass.bench.suites.backward_sm90                                    # check, then the grid
-    python -m onepass.bench.suites.backward_sm90 --no-check --cases 128c8192,256n512    # some cases only
-    python -m onepass.bench.suites.backward_sm90 --deterministic            # also onepass with deterministic=True
-    python -m onepass.bench.suites.backward_sm90 --variants "tile_n=64; tile_n=128,num_stages=1"    # these, too
+    python -m benchmarks backward_sm90                                    # check, then the grid
+    python -m benchmarks backward_sm90 --no-check --cases 128c8192,256n512    # some cases only
+    python -m benchmarks backward_sm90 --deterministic            # also onepass with deterministic=True
+    python -m benchmarks backward_sm90 --variants "tile_n=64; tile_n=128,num_stages=1"    # these, too
 
 A case is head_dim, c (causal) or n, and the sequence length; a variant changes fields of the default configuration. The
 grid is that of the FlashAttention-3 paper, see grid.py. The backward pass alone is timed: for all contenders,
@@ -19,7 +19,6 @@ import argparse
 import functools
 import itertools
 import math
-import sys
 import warnings
 from ast import literal_eval
 from collections.abc import Sequence
@@ -30,19 +29,19 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.bench import ablation
+from onepass.bench.cases import Case, make_inputs
+from onepass.bench.check import PEER_FACTOR, attention_in_pytorch
+from onepass.bench.peers import Contender, ask_support, find_peers, onepass_contender, prepare
+from onepass.errors import UnsupportedError
+from onepass.kernels.compiler.compile import CompileRequest
+from onepass.kernels.launch import backward_sm90 as backward_launch
+from onepass.testing.budget import GRADIENT_FACTOR, compare
+from onepass.testing.machine import describe, under_load
+from onepass.testing.results import Report
 
-from ...errors import UnsupportedError
-from ...kernels.compiler.compile import CompileRequest
-from ...kernels.launch import backward_sm90 as backward_launch
-from ...testing.budget import GRADIENT_FACTOR, compare
-from ...testing.machine import describe, under_load
-from ...testing.results import Report
-from .. import ablation
-from ..cases import Case, make_inputs
-from ..check import PEER_FACTOR, attention_in_pytorch
-from ..peers import Contender, ask_support, find_peers, onepass_contender, prepare
-from . import grid
-from .ahead import compile_ahead
+from ..harness import grid
+from ..harness.ahead import compile_ahead
 
 DEVICE = "cuda"
 PEERS = {"cudnn": "sdpa-cudnn", "fa2": "sdpa-flash", "fa4": "fa4"}  # as `onepass bench` calls them
@@ -239,7 +238,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.no_grid:
             run_grid(args, rivals, report)
     return report.exit_status(ok)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

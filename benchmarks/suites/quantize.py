@@ -1,6 +1,6 @@
 """The time of quantize_fp8, as a share of the bandwidth of a copy in the same run; its CPU time and launches.
 
-    python -m onepass.bench.suites.quantize --out quantize.json
+    python -m benchmarks quantize --out quantize.json
 
 The tensors have 16k tokens of hidden size 2048 in bfloat16, so 64 MB each. Calls are captured in a CUDA graph, several
 in a row on tensors that take turns, so that none of these is in the L2 cache; times are medians of replays, per call. A
@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 import torch
 
 import onepass
+from onepass.kernels.launch import quantize as launch
+from onepass.ops import quantize
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.quantization import layout
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, Row
+from onepass.tuning.timing import CudaSampler, host_us
 
-from ...kernels.launch import quantize as launch
-from ...ops import quantize
-from ...problem import AttentionInputs, AttentionProblem, Mask
-from ...quantization import layout
-from ...testing.machine import describe
-from ...testing.results import Report, Row
-from ...tuning.timing import CudaSampler, host_us
-from . import grid
-from .ahead import compile_ahead
-from .grid import HIDDEN, TOKENS
+from ..harness import grid
+from ..harness.ahead import compile_ahead
+from ..harness.grid import HIDDEN, TOKENS
 
 DEVICE = "cuda"
 REPLAYS, SETS = 30, 4
@@ -217,7 +217,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         for head_dim in args.head_dims:
             report.calls += measure_calls(head_dim)
             report.save()
-
-
-if __name__ == "__main__":
-    main()

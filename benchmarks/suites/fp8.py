@@ -1,10 +1,10 @@
 """The Hopper forward in FP8: is it right, how fast is it, and which configuration is fastest?
 
-    python -m onepass.bench.suites.fp8                                        # check, sums, then the grid
-    python -m onepass.bench.suites.fp8 --no-check --cases 128c8192,256n512    # some cases only
-    python -m onepass.bench.suites.fp8 --variants "n128 q2 t28 sums; 3wg n128 q2 t28 after" # also these configurations
-    python -m onepass.bench.suites.fp8 --variants try                         # also the ones in VARIANTS
-    python -m onepass.bench.suites.fp8 --summarize a.json b.json c.json       # tables of the medians of several runs
+    python -m benchmarks fp8                                        # check, sums, then the grid
+    python -m benchmarks fp8 --no-check --cases 128c8192,256n512    # some cases only
+    python -m benchmarks fp8 --variants "n128 q2 t28 sums; 3wg n128 q2 t28 after" # also these configurations
+    python -m benchmarks fp8 --variants try                         # also the ones in VARIANTS
+    python -m benchmarks fp8 --summarize a.json b.json c.json       # tables of the medians of several runs
 
 Contenders, and what is in their time:
 
@@ -31,7 +31,6 @@ import importlib.util
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,19 +40,19 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.errors import UnsupportedError
+from onepass.kernels.config import ForwardConfigSm90, p_exponent
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import forward_sm90 as launch
+from onepass.ops import quantize
+from onepass.problem import AttentionProblem, Mask, Quantization, QuantizedInputs
+from onepass.quantization import codec, dequantize, layout
+from onepass.testing import fp8_budget, table3
+from onepass.testing.machine import describe, under_load
+from onepass.testing.results import Report, finite, input_file
 
-from ...errors import UnsupportedError
-from ...kernels.config import ForwardConfigSm90, p_exponent
-from ...kernels.heuristics import sm90 as heuristics
-from ...kernels.launch import forward_sm90 as launch
-from ...ops import quantize
-from ...problem import AttentionProblem, Mask, Quantization, QuantizedInputs
-from ...quantization import codec, dequantize, layout
-from ...testing import fp8_budget, table3
-from ...testing.machine import describe, under_load
-from ...testing.results import Report, finite, input_file
-from . import grid
-from .ahead import compile_ahead
+from ..harness import grid
+from ..harness.ahead import compile_ahead
 from .forward_sm90 import configuration
 
 DEVICE, BACKEND = "cuda", "sm90"
@@ -392,7 +391,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.no_grid:
             run_grid(args, report)
     return report.exit_status(ok)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

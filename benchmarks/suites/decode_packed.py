@@ -1,8 +1,8 @@
 """attention_decode of packed queries on a GPU: prompts in chunks beside single tokens, beside FlashAttention-3.
 
-    python -m onepass.bench.suites.decode_packed                                        # check, then all cases
-    python -m onepass.bench.suites.decode_packed --variants "dynamic_tiles=False; pack_gqa=False; num_warpgroups=3"
-    python -m onepass.bench.suites.decode_packed --prompts --e4m3                       # prompts, also over e4m3 caches
+    python -m benchmarks decode_packed                                        # check, then all cases
+    python -m benchmarks decode_packed --variants "dynamic_tiles=False; pack_gqa=False; num_warpgroups=3"
+    python -m benchmarks decode_packed --prompts --e4m3                       # prompts, also over e4m3 caches
 
 A case is a batch as an engine with continuous batching makes it, see CASES. Contenders take turns: onepass over a dense
 cache and over pages of 16 and 64 keys at random places, and FlashAttention-3's flash_attn_with_kvcache with
@@ -21,7 +21,6 @@ import itertools
 import json
 import math
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -31,21 +30,21 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass import reference
+from onepass.api import decode_calls
+from onepass.bench import decode as bench
+from onepass.bench.cases import Case, decode_case
+from onepass.bench.check import PEER_FACTOR
+from onepass.bench.flops import bytes_moved, flops
+from onepass.kernels.launch import decode_sm90 as decode_launch
+from onepass.kernels.launch.decode import DecodeLaunch
+from onepass.problem.decode import DecodeProblem
+from onepass.testing.budget import OUT_FACTOR, compare
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, Row
+from onepass.tuning.timing import CudaSampler, measure_interleaved
 
-from ... import reference
-from ...api import decode_calls
-from ...kernels.launch import decode_sm90 as decode_launch
-from ...kernels.launch.decode import DecodeLaunch
-from ...problem.decode import DecodeProblem
-from ...testing.budget import OUT_FACTOR, compare
-from ...testing.machine import describe
-from ...testing.results import Report, Row
-from ...tuning.timing import CudaSampler, measure_interleaved
-from .. import decode as bench
-from ..cases import Case, decode_case
-from ..check import PEER_FACTOR
-from ..flops import bytes_moved, flops
-from . import grid
+from ..harness import grid
 
 DEVICE = "cuda"
 PAGE_SIZES = (None, 16, 64)
@@ -341,7 +340,3 @@ def print_row(row: Row) -> None:
         ratio = "" if entry["speed_over_fa3"] is None else f"{entry['speed_over_fa3']:6.2f}x"
         rates = f"{entry['tflops']:6.0f} TFLOP/s {entry['tb_per_s']:5.2f} TB/s"
         print(f"    {name:40s} {1e3 * entry['median_ms']:9.1f} us {rates} {ratio}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
