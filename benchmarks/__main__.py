@@ -23,8 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if name != "chart" and name not in suites.NAMES:
         print(f"expected chart or a suite, got {name}\n\n{suites.__doc__}", file=sys.stderr)
         return 2
-    module = "benchmarks.chart" if name == "chart" else f"benchmarks.suites.{name}"
-    return importlib.import_module(module).main(arguments)
+    if name == "chart":
+        return importlib.import_module("benchmarks.chart").main(arguments)
+    return importlib.import_module(f"benchmarks.suites.{name}").SUITE.main(arguments)
 
 
 if __name__ == "__main__":

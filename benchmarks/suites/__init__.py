@@ -1,5 +1,7 @@
 """Suites of measurements, each run as `python -m benchmarks NAME`; --help says what it takes.
 
+A module has its table of cases, what it checks before it times, and `SUITE`, by which harness/suite.py runs it.
+
 forward_sm90.py      the Hopper forward              decode.py         attention_decode, one length for all sequences
 float32.py           the Hopper forward in float32   decode_packed.py  attention_decode of packed queries
 fp8.py               the Hopper forward in FP8       decode_e4m3.py    attention_decode over e4m3 caches

@@ -33,7 +33,6 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,10 +43,11 @@ from onepass.bench.flops import flops_of_pairs
 from onepass.distributed.layout import Run, visible_pairs
 from onepass.problem import Mask
 from onepass.testing.machine import describe
-from onepass.testing.results import Report, Row, output_file, reason_of
+from onepass.testing.results import Report, Row, reason_of
 from onepass.tuning.timing import Samples, cpu_sampler, measure_interleaved
 
 from ..harness import activity
+from ..harness.suite import Args, Suite, chosen
 from .context_parallel_contenders import Contender, LocalWork, Work, one_device, onepass_contenders, peers
 
 KINDS = ("causal", "full", "packed", "window")
@@ -319,7 +319,7 @@ def make_tensors(case: ContextCase, ranks: Ranks) -> list[Tensor]:
     return found
 
 
-def measure(case: ContextCase, args: argparse.Namespace, ranks: Ranks) -> Row:
+def measured(case: ContextCase, args: Args, ranks: Ranks) -> Row:
     """The row of a case. All ranks call this and return equal rows, except for the activity of their GPUs."""
     tensors = make_tensors(case, ranks)
     row: Row = {
@@ -437,8 +437,7 @@ def in_short(row: Row) -> list[str]:
     return lines
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default="", help="words; cases whose names have all of them; default: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=7, help="how often each contender is timed in each case")
@@ -447,34 +446,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--activity", action="store_true", help="on GPUs: record what the first GPU does in a call")
     parser.add_argument("--graphs", action="store_true", help="on GPUs: time CUDA graphs of onepass's calls, too")
     parser.add_argument("--smoke", action="store_true", help="a few small cases")
-    parser.add_argument("--out", type=output_file, default=None, help="results file, JSON, written row by row")
-    args = parser.parse_args(argv)
-    ranks = Ranks.join(args.device)
+
+
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    args.ranks = ranks = Ranks.join(args.device)
     if args.graphs and ranks.device.type != "cuda":
         parser.error(f"--graphs: expected GPUs, got --device {args.device}")
-    every = smoke_cases(ranks.size) if args.smoke else cases(ranks.size)
-    words = [word for word in args.cases.split(",") if word]
-    chosen = [case for case in every if all(word in case.label for word in words)]
-    if not chosen:
-        parser.error(f"--cases: expected words of {', '.join(case.label for case in every)}, got {args.cases}")
-    try:
-        return run(chosen, args, ranks)
-    finally:
-        dist.destroy_process_group()
-
-
-def run(chosen: Sequence[ContextCase], args: argparse.Namespace, ranks: Ranks) -> int:
-    """Measure the cases; rank 0 prints, and writes args.out. Returns: the exit status."""
-    path: Path | None = args.out if ranks.rank == 0 else None
+    args.chosen = chosen(smoke_cases(ranks.size) if args.smoke else cases(ranks.size), args.cases, all, parser)
+    if ranks.rank > 0:
+        args.out = None
     header = describe(str(ranks.device)) | {"suite": "context-parallel", "ranks": ranks.size}
-    report = Report(header | {"backend": dist.get_backend(), "rounds": args.rounds}, path)
-    with report.recording():
-        for case in chosen:
-            row = measure(case, args, ranks)
-            report.add(row)
-            if ranks.rank == 0:
-                print("\n".join(in_short(row)), flush=True)
-            if ranks.device.type == "cuda":
-                torch.cuda.empty_cache()
-    wrong = any(name.startswith("onepass") or name == ONE_DEVICE for row in report.rows for name in row["failed"])
-    return report.exit_status(not wrong)
+    return header | {"backend": dist.get_backend(), "rounds": args.rounds}
+
+
+def measure(case: ContextCase, args: Args, report: Report) -> None:
+    row = measured(case, args, args.ranks)
+    report.add(row)
+    if args.ranks.rank == 0:
+        print("\n".join(in_short(row)), flush=True)
+    if args.ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_wrong(row: Row) -> bool:
+    return any(name.startswith("onepass") or name == ONE_DEVICE for name in row["failed"])
+
+
+SUITE = Suite(
+    "context_parallel",
+    __doc__,
+    add_options,
+    start,
+    lambda args: args.chosen,
+    measure,
+    finish=lambda args, report: dist.destroy_process_group(),
+    is_wrong=is_wrong,
+    prints_header=False,
+)

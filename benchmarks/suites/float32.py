@@ -13,8 +13,9 @@ The results go to --out as JSON.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from onepass.testing.machine import describe
 from onepass.testing.results import Report, finite
 
 from ..harness import grid
+from ..harness.suite import Args, Check, Suite
 from .forward_sm90 import configuration, problem_of
 
 DEVICE = "cuda"
@@ -80,57 +82,63 @@ def contenders(
     return found
 
 
-def run_check(configs: dict[str, ForwardConfigSm90], about: dict[str, Any]) -> bool:
+def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
     """Whether onepass is as exact as attention in torch's float32.
 
-    Errors are root mean squares against float64, relative to that of out. They go into `about`.
+    Errors are root mean squares against float64, relative to that of out. They go into the header.
     """
     seed = time.time_ns() % 2**31
     print("seed of the check:", seed)
-    about["rmse"], failed = [], 0
-    for head_dim, causal, seqlen in ERROR_CASES:
-        case = Case.square(seqlen, 4, head_dim, batch=2, dtype="float32", causal=causal)
-        inputs = make_inputs(case, DEVICE, seed)
-        exact, plain = (attention_in_pytorch(case, inputs, dtype)["out"] for dtype in (torch.float64, torch.float32))
-        found = {"math": plain}
-        found |= {name: call() for name, call in contenders(*inputs[:3], causal, configs).items()}
-        errors = {name: float((out - exact).square().mean().sqrt()) for name, out in found.items()}
-        errors = {name: error / float(exact.square().mean().sqrt()) for name, error in errors.items()}
-        failed += not errors["onepass"] <= errors["math"]
-        row = {"head_dim": head_dim, "causal": causal, "seqlen": seqlen}
-        about["rmse"].append(row | {name: finite(float(f"{error:.3e}")) for name, error in errors.items()})
-        print(*row.values(), *(f"{name} {error:.2e}" for name, error in errors.items()), flush=True)
-    print(f"check: {len(ERROR_CASES) - failed} of {len(ERROR_CASES)} passed", flush=True)
-    return not failed
+    header["rmse"] = []
+    for what in ERROR_CASES:
+        yield Check(
+            "head_dim {}, causal {}, seqlen {}".format(*what), functools.partial(errors_of, what, seed, args, header)
+        )
 
 
-def run_grid(args: argparse.Namespace, configs: dict[str, ForwardConfigSm90], report: Report) -> None:
-    results = grid.Results(report, ["efficient"], "float32", tolerance=1e-4)
-    for cell in grid.cells(args):
-        shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
-        q, k, v = (torch.randn(shape, device=DEVICE) for _ in range(3))
-        calls = contenders(q, k, v, cell.causal, configs)
-        expected = calls["efficient"]()
-        errors = {name: float((call() - expected).abs().max()) for name, call in calls.items()}
-        problem = problem_of(AttentionInputs(q, k, v), causal=cell.causal)
-        chosen = {"onepass": dispatch.forward_config(dispatch.choose(problem).backend, problem)}
-        results.add(cell, grid.time_in_turns(calls, args, seed=cell.seqlen), errors, chosen | configs, {})
-        del q, k, v, calls, expected
-    results.summarize()
+def errors_of(what: tuple[int, bool, int], seed: int, args: Args, header: dict[str, Any]) -> tuple[bool, str]:
+    head_dim, causal, seqlen = what
+    case = Case.square(seqlen, 4, head_dim, batch=2, dtype="float32", causal=causal)
+    inputs = make_inputs(case, DEVICE, seed)
+    exact, plain = (attention_in_pytorch(case, inputs, dtype)["out"] for dtype in (torch.float64, torch.float32))
+    found = {"math": plain}
+    found |= {name: call() for name, call in contenders(*inputs[:3], causal, args.configs).items()}
+    errors = {name: float((out - exact).square().mean().sqrt()) for name, out in found.items()}
+    errors = {name: error / float(exact.square().mean().sqrt()) for name, error in errors.items()}
+    row = {"head_dim": head_dim, "causal": causal, "seqlen": seqlen}
+    header["rmse"].append(row | {name: finite(float(f"{error:.3e}")) for name, error in errors.items()})
+    return errors["onepass"] <= errors["math"], " ".join(f"{name} {error:.2e}" for name, error in errors.items())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    grid.add_arguments(parser, peers="efficient", out="float32.json")
-    parser.add_argument("--variants", default="", help="also check and time these: configurations separated by ;")
-    args = parser.parse_args(argv)
-    configs = {name: configuration(name) for name in grid.split_variants(args.variants)}
+def results_in(report: Report) -> grid.Results:
+    return grid.Results(report, ["efficient"], "float32", tolerance=1e-4)
+
+
+def measure(cell: grid.Cell, args: Args, report: Report) -> None:
+    shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
+    q, k, v = (torch.randn(shape, device=DEVICE) for _ in range(3))
+    calls = contenders(q, k, v, cell.causal, args.configs)
+    expected = calls["efficient"]()
+    errors = {name: float((call() - expected).abs().max()) for name, call in calls.items()}
+    problem = problem_of(AttentionInputs(q, k, v), causal=cell.causal)
+    chosen = {"onepass": dispatch.forward_config(dispatch.choose(problem).backend, problem)}
+    results_in(report).measure(cell, calls, errors, chosen | args.configs, args)
+
+
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    args.configs = {name: configuration(name) for name in grid.split_variants(args.variants)}
     torch.backends.cuda.matmul.allow_tf32 = False
-    report = Report(describe(DEVICE) | {"suite": "float32", "dtype": "float32"}, args.out)
-    print(report.header, flush=True)
-    ok = False
-    with report.recording():
-        ok = args.no_check or run_check(configs, report.header)
-        if not args.no_grid:
-            run_grid(args, configs, report)
-    return report.exit_status(ok)
+    return describe(DEVICE) | {"suite": "float32", "dtype": "float32"}
+
+
+SUITE = Suite(
+    "float32",
+    __doc__,
+    lambda parser: grid.add_arguments(parser, peers="efficient", variants="lists of words"),
+    start,
+    grid.cells,
+    measure,
+    checks,
+    finish=lambda args, report: results_in(report).summarize(),
+    out="float32.json",
+)

@@ -19,8 +19,7 @@ import itertools
 import math
 import random
 import time
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,16 +31,17 @@ import onepass
 from onepass import reference
 from onepass.dispatch import attention as dispatch
 from onepass.errors import UnsupportedError
+from onepass.kernels.compiler.compile import CompileRequest
 from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing.budget import compare, compare_lse
-from onepass.testing.machine import describe, under_load
+from onepass.testing.machine import describe
 from onepass.testing.results import Report
 from onepass.tuning.timing import host_us
 
 from ..harness import grid
-from ..harness.ahead import compile_ahead
+from ..harness.suite import Args, Check, Suite, verdict
 
 DEVICE = "cuda"
 
@@ -101,6 +101,7 @@ def configuration(words: str) -> ForwardConfigSm90:
     return ForwardConfigSm90(**fields)
 
 
+@functools.cache  # what cannot be measured is said once
 def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfigSm90]:
     """The configurations of --variants that a case can take, by name."""
     if text is None:
@@ -376,48 +377,32 @@ def check_one(case: CheckedCase, config: ForwardConfigSm90 | None = None) -> tup
     same = torch.equal(out.view(torch.int16), again.view(torch.int16)) and torch.equal(
         lse.view(torch.int32), lse_again.view(torch.int32)
     )
-    message = "; ".join(str(r) for r in rows if not r.ok) + ("" if same else "; runs differ")
-    share = max(rows[0].error / rows[0].budget if rows[0].budget else 0.0, rows[1].error)
-    return all(r.ok for r in rows) and same, message or f"{share:.2f} of the budget"
+    return verdict(rows, differs=not same)
 
 
-def run_check(variants_text: str | None, head_dims: list[int]) -> bool:
-    """Check the cases with the default configurations or, with --variants, some of them with each variant."""
+def checked_jobs(args: Args) -> list[tuple[CheckedCase, tuple[str, ForwardConfigSm90] | None]]:
+    """The cases with the default configurations or, with --variants, some of them with each variant."""
     jobs: list[tuple[CheckedCase, tuple[str, ForwardConfigSm90] | None]] = []
-    if variants_text is None:
+    if args.variants is None:
         for case in check_cases():
             jobs += [(case, None), *((case, other) for other in other_orders(case))]
-    for head_dim in head_dims:
-        for causal in (False, True):
-            for name, config in variants(variants_text, head_dim, causal).items():
-                options = (("causal", True),) if causal else ()
-                for case in (
-                    CheckedCase(2, 1000, 1000, 4, 2, head_dim, options=options),
-                    CheckedCase(2, 900, 1000, 4, 2, head_dim, options=options),
-                    CheckedCase(1, 700, 300, 4, 2, head_dim, options=options, scale=20.0),
-                    CheckedCase(9, 100, 128, 16, 16, head_dim, options=options),
-                    CheckedCase(4, 4096, 4096, 8, 8, head_dim, options=options),
-                ):
-                    jobs.append((case, (name, config)))
-    requests = []
-    for case, variant in jobs:
-        if case.packed is not None or (case.seqlen_q and case.seqlen_k):
-            problem = problem_of(case.inputs(), **dict(case.options))
-            config = variant[1] if variant else default_config(problem)
-            requests.append(launch.compile_request(problem, config))
-    compile_ahead(requests)
-    failed = 0
-    for case, variant in jobs:
+    for head_dim, causal in itertools.product(args.head_dims, (False, True)):
+        for variant in variants(args.variants, head_dim, causal).items():
+            options = (("causal", True),) if causal else ()
+            jobs += [
+                (CheckedCase(2, 1000, 1000, 4, 2, head_dim, options=options), variant),
+                (CheckedCase(2, 900, 1000, 4, 2, head_dim, options=options), variant),
+                (CheckedCase(1, 700, 300, 4, 2, head_dim, options=options, scale=20.0), variant),
+                (CheckedCase(9, 100, 128, 16, 16, head_dim, options=options), variant),
+                (CheckedCase(4, 4096, 4096, 8, 8, head_dim, options=options), variant),
+            ]
+    return jobs
+
+
+def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
+    for case, variant in checked_jobs(args):
         label = f"{case}" + (f" [{variant[0]}]" if variant else "")
-        print(f"  {label:88s}", end="", flush=True)  # before the run: a hang shows where
-        try:
-            ok, message = check_one(case, variant[1] if variant else None)
-        except Exception as error:
-            ok, message = False, f"{type(error).__name__}: {str(error)[:300]}"
-        failed += not ok
-        print(f"{'ok  ' if ok else 'FAIL'} {message}", flush=True)
-    print(f"check: {len(jobs) - failed} of {len(jobs)} passed", flush=True)
-    return failed == 0
+        yield Check(label, functools.partial(check_one, case, variant and variant[1]))
 
 
 # ---------------------------------------------------------------- speed
@@ -464,41 +449,43 @@ def _first(x: Any) -> Tensor:
     return x[0] if isinstance(x, tuple) else x
 
 
-def run_grid(args: argparse.Namespace, report: Report) -> None:
-    contenders = peers(args.peers.split(","))
-    results = grid.Results(report, list(contenders))
-    requests, configs = [], {}
-    for cell in grid.cells(args):
-        q = torch.empty(1, cell.seqlen, 1, cell.head_dim, dtype=torch.bfloat16, device="meta")
-        problem = dataclasses.replace(problem_of(AttentionInputs(q, q, q), causal=cell.causal), device_type="cuda")
-        configs[cell] = {"onepass": default_config(problem)} | variants(args.variants, cell.head_dim, cell.causal)
-        requests += [launch.compile_request(problem, config) for config in configs[cell].values()]
-    compile_ahead(requests)
+def configurations(cell: grid.Cell, args: Args) -> tuple[AttentionProblem, dict[str, ForwardConfigSm90]]:
+    """The problem of a case without tensors, and the configurations that are measured, by name."""
+    q = torch.empty(1, cell.seqlen, 1, cell.head_dim, dtype=torch.bfloat16, device="meta")
+    problem = dataclasses.replace(problem_of(AttentionInputs(q, q, q), causal=cell.causal), device_type="cuda")
+    return problem, {"onepass": default_config(problem)} | variants(args.variants, cell.head_dim, cell.causal)
 
-    for cell, own in configs.items():
-        shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
-        q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-        inputs = AttentionInputs(q, k, v)
-        problem = problem_of(inputs, causal=cell.causal)
-        calls = {name: prepare(q, k, v, cell.causal) for name, prepare in contenders.items()}
-        for name, config in own.items():
-            calls[name] = functools.partial(run_kernel, problem, inputs, config)
-        expected = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=cell.causal
-        )
-        expected = expected.transpose(1, 2).float()
-        errors = {}
-        for name, call in list(calls.items()):
-            try:
-                errors[name] = float((call().float() - expected).abs().max())
-                torch.cuda.synchronize()
-            except Exception as error:
-                print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
-                del calls[name]
-        times = grid.time_in_turns(calls, args, seed=cell.seqlen)
-        loads = {name: under_load(call) for name, call in calls.items()} if args.load else {}
-        results.add(cell, times, errors, own, loads)
-    results.summarize()
+
+def requests(args: Args) -> list[CompileRequest]:
+    """The kernels of the check and of the grid."""
+    found = []
+    for case, variant in [] if args.no_check else checked_jobs(args):
+        if case.packed is not None or (case.seqlen_q and case.seqlen_k):
+            problem = problem_of(case.inputs(), **dict(case.options))
+            found.append(launch.compile_request(problem, variant[1] if variant else default_config(problem)))
+    for cell in [] if args.no_grid else grid.cells(args):
+        problem, configs = configurations(cell, args)
+        found += [launch.compile_request(problem, config) for config in configs.values()]
+    return found
+
+
+def measure(cell: grid.Cell, args: Args, report: Report) -> None:
+    _, own = configurations(cell, args)
+    shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    inputs = AttentionInputs(q, k, v)
+    problem = problem_of(inputs, causal=cell.causal)
+    calls = {name: prepare(q, k, v, cell.causal) for name, prepare in args.rivals.items()}
+    for name, config in own.items():
+        calls[name] = functools.partial(run_kernel, problem, inputs, config)
+    q_heads, k_heads, v_heads = (t.transpose(1, 2) for t in (q, k, v))
+    expected = F.scaled_dot_product_attention(q_heads, k_heads, v_heads, is_causal=cell.causal)
+    errors = {
+        name: float((out.float() - expected.transpose(1, 2).float()).abs().max())
+        for name, out in grid.results_of(calls).items()
+    }
+    results = grid.Results(report, list(args.rivals))
+    results.measure(cell, {name: calls[name] for name in errors}, errors, own, args)
 
 
 def run_kernel(problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfigSm90) -> Tensor:
@@ -518,20 +505,29 @@ def call_cost_us() -> dict[str, float]:
     return costs
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    grid.add_arguments(parser, peers="cudnn,fa3,fa4", out="forward_sm90.json")
-    parser.add_argument("--variants", help="also check and time these: 'try', or configurations separated by ;")
-    args = parser.parse_args(argv)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    grid.add_arguments(parser, peers="cudnn,fa3,fa4", variants="'try', or lists of words")
 
-    warnings.filterwarnings("ignore", message="Argument aux_data")  # FlashAttention-4 gives it under this compiler
-    report = Report(describe(DEVICE) | {"suite": "forward_sm90"}, args.out)
-    print(report.header, flush=True)
-    ok = False
-    with report.recording():
-        ok = args.no_check or run_check(args.variants, args.head_dims)
-        report.header["call_cost_us"] = call_cost_us()
-        report.save()
-        if not args.no_grid:
-            run_grid(args, report)
-    return report.exit_status(ok)
+
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    args.rivals = peers(args.peers.split(","))
+    return describe(DEVICE) | {"suite": "forward_sm90"}
+
+
+def finish(args: Args, report: Report) -> None:
+    report.header["call_cost_us"] = call_cost_us()
+    grid.Results(report, list(args.rivals)).summarize()
+
+
+SUITE = Suite(
+    "forward_sm90",
+    __doc__,
+    add_options,
+    start,
+    grid.cells,
+    measure,
+    checks,
+    requests,
+    finish,
+    out="forward_sm90.json",
+)

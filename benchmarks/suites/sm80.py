@@ -15,60 +15,55 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from onepass.bench import ablation
-from onepass.bench.cases import Case, make_inputs
-from onepass.bench.check import PEER_FACTOR, attention_in_pytorch
-from onepass.bench.peers import Contender, find_peers, prepare
+from onepass.bench.cases import Case
+from onepass.bench.peers import Contender
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
-from onepass.errors import UnsupportedError
 from onepass.kernels.compiler.compile import CompileRequest
 from onepass.kernels.launch import backward_sm80, forward_sm80
-from onepass.testing.budget import GRADIENT_FACTOR, OUT_FACTOR, compare
-from onepass.testing.machine import describe, under_load
+from onepass.testing.machine import describe
 from onepass.testing.results import Report
 
+from ..harness import contenders as shared
 from ..harness import grid
-from ..harness.ahead import compile_ahead
-from .backward_sm90 import CHECKED_SEQLENS, configuration
+from ..harness.suite import Args, Check, Suite
+from .backward_sm90 import CHECKED_SEQLENS
 
 DEVICE, BACKEND = "cuda", "sm80"
 PEERS = {"fa2": "sdpa-flash", "efficient": "sdpa-efficient", "cudnn": "sdpa-cudnn"}  # as `onepass bench` calls them
-RESULTS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv")}
 
 
 @functools.cache  # what cannot be measured is said once
 def configurations(case: Case, text: str | None) -> dict[str, Any]:
     """The configuration of each contender: the default ("onepass") and those of --variants that the case can take."""
     problem, arch = ablation.problem_of(case, DEVICE), backends.arch_of(BACKEND)
-    found = {"onepass": ablation.kernels(case.direction)[BACKEND].default(problem, arch)}
-    for changes in grid.split_variants(text, ""):
-        config = configuration(found["onepass"], changes)
-        try:
-            config.check(problem, arch)
-        except UnsupportedError as error:
-            print(f"{case.label}: {changes} not measured: {error}")
-            continue
-        found[changes] = config
-    return found
+    default = ablation.kernels(case.direction)[BACKEND].default(problem, arch)
+    return shared.configurations(default, text, lambda config: config.check(problem, arch))
 
 
-def contenders(case: Case, rivals: dict[str, Contender], args: argparse.Namespace) -> dict[str, Contender]:
+def contenders(case: Case, args: Args) -> shared.Contenders:
     kernel, problem = ablation.kernels(case.direction)[BACKEND], ablation.problem_of(case, DEVICE)
     ours = {
         name: Contender(name, ablation.attend_with(kernel, problem, config))
         for name, config in configurations(case, args.variants).items()
     }
-    return {name: one for name, one in (rivals | ours).items() if one.refusal(case) is None}
+    return {name: one for name, one in (dict(args.rivals) | ours).items() if one.refusal(case) is None}
 
 
-def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[CompileRequest]:
-    """The arguments of `compile.get` for the kernels of all contenders."""
+def checked_cases(args: Args) -> list[Case]:
+    return shared.checked_cases(args, CHECKED_SEQLENS, args.dtype, args.direction)
+
+
+def requests(args: Args) -> list[CompileRequest]:
+    """The kernels of all contenders."""
+    cases = [] if args.no_check else checked_cases(args)
+    cases += [] if args.no_grid else [cell.case(args.dtype, args.direction) for cell in grid.cells(args)]
     found: list[CompileRequest] = []
     arch = backends.arch_of(BACKEND)
     for case in cases:
@@ -82,83 +77,50 @@ def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[CompileReq
     return found
 
 
-def run_check(args: argparse.Namespace, rivals: dict[str, Contender]) -> bool:
-    """Compare every contender with attention in float64. Returns: whether onepass is right; peers are reported."""
-    kinds = list(dict.fromkeys((cell.head_dim, cell.causal) for cell in grid.cells(args)))
-    cases = [
-        Case.square(n, 4, d, batch=2, dtype=args.dtype, causal=causal, direction=args.direction)
-        for d, causal in kinds
-        for n in CHECKED_SEQLENS
-    ]
-    compile_ahead(requests(cases, args))
-    tried, wrong = 0, []
-    for case in cases:
-        inputs = make_inputs(case, DEVICE)
-        exact, plain = (attention_in_pytorch(case, inputs, dtype) for dtype in (torch.float64, case.torch_dtype))
-        for name, contender in contenders(case, rivals, args).items():
-            tried += 1
-            factor = PEER_FACTOR if name in rivals else OUT_FACTOR if case.direction == "fwd" else GRADIENT_FACTOR
-            try:
-                results = prepare(contender, case, inputs).results()
-                rows = [compare(x, results[x], exact[x], plain[x], factor) for x in RESULTS[case.direction]]
-                message = "; ".join(str(row) for row in rows if not row.ok)
-            except Exception as error:
-                message = f"{type(error).__name__}: {str(error)[:300]}"
-            if message:
-                wrong.append(name)
-                print(f"  FAIL {name}, {case.label}: {message}", flush=True)
-    print(f"check: {tried - len(wrong)} of {tried} passed", flush=True)
-    return set(wrong) <= set(rivals)
+def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
+    def contenders_of(case: Case) -> shared.Contenders:
+        return contenders(case, args)
+
+    return shared.checks(checked_cases(args), contenders_of, args.rivals, DEVICE, torch.float64)
 
 
-def run_grid(args: argparse.Namespace, rivals: dict[str, Contender], report: Report) -> None:
-    results = grid.Results(report, list(rivals), args.dtype, args.direction)
-    cells = {cell: cell.case(args.dtype, args.direction) for cell in grid.cells(args)}
-    compile_ahead(requests(list(cells.values()), args))
-    for cell, case in cells.items():
-        inputs = make_inputs(case, DEVICE)
-        calls, errors, expected = {}, {}, None
-        for name, contender in contenders(case, rivals, args).items():
-            try:
-                prepared = prepare(contender, case, inputs)
-                found = prepared.results()
-            except Exception as error:
-                print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
-                continue
-            expected = expected or found  # a rough look: the check is above
-            pairs = [(found[x].float(), expected[x].float()) for x in RESULTS[case.direction]]
-            errors[name] = float(max((a - b).abs().max() / b.abs().max() for a, b in pairs))
-            calls[name] = prepared.run
-        times = grid.time_in_turns(calls, args, seed=cell.seqlen)
-        loads = {name: under_load(call) for name, call in calls.items()} if args.load else {}
-        results.add(cell, times, errors, configurations(case, args.variants), loads)
-    results.summarize()
+def results_in(report: Report, args: Args) -> grid.Results:
+    return grid.Results(report, list(args.rivals), args.dtype, args.direction)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    grid.add_arguments(parser, peers="", out="sm80.json")
-    parser.add_argument("--direction", choices=tuple(RESULTS), default="fwd")
+def measure(cell: grid.Cell, args: Args, report: Report) -> None:
+    case = cell.case(args.dtype, args.direction)
+    configs = configurations(case, args.variants)
+    shared.measure(cell, case, contenders(case, args), configs, args, DEVICE, results_in(report, args))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    grid.add_arguments(parser, peers="")
+    parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--variants", help='"name=value,name=value", several separated by ;')
-    args = parser.parse_args(argv)
 
+
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
     names = args.peers.split(",") if args.peers else ["efficient" if args.dtype == "float32" else "fa2"]
-    if unknown := sorted(set(names) - set(PEERS)):
-        parser.error(f"--peers: expected names of {', '.join(PEERS)}, got {', '.join(unknown)}")
-    found = find_peers(DEVICE, [PEERS[name] for name in names])
-    rivals = {name: found.present[PEERS[name]] for name in names if PEERS[name] in found.present}
+    args.rivals = shared.find_rivals(names, PEERS, DEVICE, parser)
     first = grid.cells(args)[0].case(args.dtype)
     support = dispatch.choose(ablation.problem_of(first, DEVICE), BACKEND)
     if not support.ok:
         parser.error(support.reason)
     torch.backends.cuda.matmul.allow_tf32 = False
     facts = {"suite": "sm80", "backend": support.reason, "dtype": args.dtype, "direction": args.direction}
-    report = Report(describe(DEVICE) | facts, args.out)
-    print(report.header, flush=True)
-    ok = False
-    with report.recording():
-        ok = args.no_check or run_check(args, rivals)
-        if not args.no_grid:
-            run_grid(args, rivals, report)
-    return report.exit_status(ok)
+    return describe(DEVICE) | facts
+
+
+SUITE = Suite(
+    "sm80",
+    __doc__,
+    add_options,
+    start,
+    grid.cells,
+    measure,
+    checks,
+    requests,
+    finish=lambda args, report: results_in(report, args).summarize(),
+    out="sm80.json",
+)

@@ -103,7 +103,7 @@ def _bench_context_parallel(device: str, path: Path | None, rounds: int | None, 
     from ..bench.clone import load
 
     try:
-        context_parallel = load("benchmarks.suites.context_parallel")
+        suite = load("benchmarks.suites.context_parallel").SUITE
     except ImportError as error:
         fail(str(error))
     device_type = device.partition(":")[0]
@@ -111,7 +111,7 @@ def _bench_context_parallel(device: str, path: Path | None, rounds: int | None, 
     arguments += ["--smoke"] if device_type == "cpu" else []
     arguments += ["--rounds", str(rounds)] if rounds is not None else []
     arguments += ["--out", str(path)] if path is not None else []
-    return context_parallel.main(arguments)
+    return suite.main(arguments)
 
 
 def _run_with_progress(console: Console, case_sets: list[CaseSet], options: Options, path: Path | None) -> Report:

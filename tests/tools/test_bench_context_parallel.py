@@ -53,7 +53,8 @@ def test_command_on_two_ranks(tmp_path):
 def one_rank(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield suite.Ranks(torch.device("cpu"), 0, 1)
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def test_wrong_results_are_not_timed(one_rank, monkeypatch):
@@ -62,11 +63,12 @@ def test_wrong_results_are_not_timed(one_rank, monkeypatch):
     monkeypatch.setattr(contenders.distributed, "attention", lambda *a, **k: _scaled(right(*a, **k)))
     args = argparse.Namespace(activity=False, graphs=False, rounds=1, sample_ms=0.1, peers=0, out=None)
     case = suite.ContextCase("causal", 4, 2, 20, "fwd", 16)
-    row = suite.measure(case, args, one_rank)
+    args.chosen, args.ranks = [case], one_rank
+    row = suite.measured(case, args, one_rank)
     assert set(row["contenders"]) == {"one device"}
     assert set(row["failed"]) == {"onepass heads", "onepass keys"}
     assert all("expected an error up to" in reason for reason in row["failed"].values())
-    assert suite.run([case], args, one_rank) == 1
+    assert suite.SUITE.run(args, {}) == 1
 
 
 def _scaled(found):
@@ -78,7 +80,7 @@ def test_graphs_are_timed_beside_calls(one_rank, monkeypatch):
     names = []
     monkeypatch.setattr(suite, "Captured", lambda work: names.append(work) or work)
     args = argparse.Namespace(activity=False, graphs=True, rounds=1, sample_ms=0.1, peers=0, out=None)
-    row = suite.measure(suite.ContextCase("causal", 4, 2, 20, "fwd", 16), args, one_rank)
+    row = suite.measured(suite.ContextCase("causal", 4, 2, 20, "fwd", 16), args, one_rank)
     engines = {"onepass heads", "onepass keys"}
     assert set(row["contenders"]) == {"one device", *engines, *(f"{name}, graph" for name in engines)}
     assert len(names) == 2
@@ -139,11 +141,11 @@ def test_shares():
 def test_without_torchrun(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit, match="expected a process of torchrun"):
-        suite.main(["--device", "cpu", "--smoke"])
+        suite.SUITE.main(["--device", "cpu", "--smoke"])
 
 
 def test_graphs_need_gpus(one_rank, monkeypatch, capsys):
     monkeypatch.setattr(suite.Ranks, "join", lambda device: one_rank)
     with pytest.raises(SystemExit):
-        suite.main(["--device", "cpu", "--smoke", "--graphs"])
+        suite.SUITE.main(["--device", "cpu", "--smoke", "--graphs"])
     assert "--graphs: expected GPUs, got --device cpu" in capsys.readouterr().err

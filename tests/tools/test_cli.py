@@ -516,7 +516,7 @@ def test_another_users_cache_is_left_alone(cached, monkeypatch, arguments):
 WORK = {
     ("verify", "--quick"): "onepass.cli.verify._error_row",
     ("bench", "smoke", "--device", "cpu"): "onepass.cli.bench.run",
-    ("bench", "context-parallel", "--device", "cpu"): "benchmarks.suites.context_parallel.main",
+    ("bench", "context-parallel", "--device", "cpu"): "benchmarks.harness.suite.Suite.main",
     ("demo", "--quick", "--seqlen", "64"): "onepass.cli.demo_layer.prepare",
     ("ablate", "--device", "cpu"): "onepass.cli.ablate.measure",
 }
