@@ -18,17 +18,17 @@ from onepass.bench.check import PEER_FACTOR, attention_in_pytorch
 from onepass.bench.peers import Contender, Prepared, find_peers, prepare
 from onepass.errors import UnsupportedError
 from onepass.testing.budget import GRADIENT_FACTOR, OUT_FACTOR, compare
+from onepass.testing.results import Report
 
 from . import grid
-from .suite import Args, Check, verdict
+from .suite import Args, Check, Suite, verdict
 
 Contenders = Mapping[str, Contender]
 
 
-def find_rivals(
-    names: Sequence[str], known: Mapping[str, str], device: str, parser: argparse.ArgumentParser
-) -> Contenders:
-    """The peers that can be imported. Args: known: the name in `onepass bench` of each that may be asked for."""
+def find_rivals(text: str, known: Mapping[str, str], device: str, parser: argparse.ArgumentParser) -> Contenders:
+    """The peers of --peers that can be imported. Args: known: by the names that --peers takes, those of `onepass bench`."""
+    names = [name for name in text.split(",") if name]
     if unknown := sorted(set(names) - set(known)):
         parser.error(f"--peers: expected names of {', '.join(known)}, got {', '.join(unknown)}")
     found = find_peers(device, [known[name] for name in names])
@@ -133,21 +133,40 @@ def max_relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
     return float(torch.stack([(actual - right).abs().max() / right.abs().max() for actual, right in pairs]).max())
 
 
-def measure(
-    cell: grid.Cell,
-    case: Case,
-    contenders: Contenders,
-    configs: Mapping[str, Any],
-    args: Args,
-    device: str,
-    results: grid.Results,
-) -> None:
-    """Time the contenders of a case of the grid. Their errors are those to the first one, for a rough look."""
-    inputs = make_inputs(case, device)
-    prepared: dict[str, Prepared] = grid.results_of(
-        {name: functools.partial(prepare, contender, case, inputs) for name, contender in contenders.items()}
-    )
-    found = grid.results_of({name: one.results for name, one in prepared.items()})
-    first: dict[str, Tensor] = next(iter(found.values()), {})
-    errors = {name: max_relative_error(tensors, first) for name, tensors in found.items()}
-    results.measure(cell, {name: prepared[name].run for name in errors}, errors, configs, args)
+def grid_suite(
+    name: str,
+    about: str | None,
+    device: Callable[[], str],
+    case_of: Callable[[grid.Cell, Args], Case],
+    configurations_of: Callable[[Case, str | None], Mapping[str, Any]],
+    contenders_of: Callable[[Case, Args], Contenders],
+    finish: Callable[[Args, Report], object] = lambda args, report: None,
+    **parts: Any,
+) -> Suite[grid.Cell]:
+    """A suite of the paper's grid. `start` puts the peers into args.rivals.
+
+    Args: parts: options, start, checks and requests of the suite.
+    """
+
+    def results_in(args: Args, report: Report) -> grid.Results:
+        case = case_of(grid.cells(args)[0], args)
+        return grid.Results(report, list(args.rivals), case.dtype, case.direction)
+
+    def measure(cell: grid.Cell, args: Args, report: Report) -> None:
+        """Time the contenders of a case. Their errors are those to the first one, for a rough look."""
+        case = case_of(cell, args)
+        inputs = make_inputs(case, device())
+        prepared: dict[str, Prepared] = grid.results_of(
+            {name: functools.partial(prepare, one, case, inputs) for name, one in contenders_of(case, args).items()}
+        )
+        found = grid.results_of({name: one.results for name, one in prepared.items()})
+        first: dict[str, Tensor] = next(iter(found.values()), {})
+        errors = {name: max_relative_error(tensors, first) for name, tensors in found.items()}
+        configs = configurations_of(case, args.variants)
+        results_in(args, report).measure(cell, {name: prepared[name].run for name in errors}, errors, configs, args)
+
+    def finish_all(args: Args, report: Report) -> None:
+        finish(args, report)
+        results_in(args, report).summarize()
+
+    return Suite(name, about, cases=grid.cells, measure=measure, finish=finish_all, out=f"{name}.json", **parts)

@@ -32,11 +32,10 @@ from onepass.bench.peers import Contender, ask_support, onepass_contender
 from onepass.kernels.compiler.compile import CompileRequest
 from onepass.kernels.launch import backward_sm90 as backward_launch
 from onepass.testing.machine import describe
-from onepass.testing.results import Report
 
 from ..harness import contenders as shared
 from ..harness import grid
-from ..harness.suite import Args, Check, Suite
+from ..harness.suite import Args, Check
 
 DEVICE = "cuda"
 PEERS = {"cudnn": "sdpa-cudnn", "fa2": "sdpa-flash", "fa4": "fa4"}  # as `onepass bench` calls them
@@ -106,16 +105,6 @@ def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
     )
 
 
-def results_in(report: Report, args: Args) -> grid.Results:
-    return grid.Results(report, list(args.rivals), direction="bwd")
-
-
-def measure(cell: grid.Cell, args: Args, report: Report) -> None:
-    case = cell.case(direction="bwd")
-    configs = configurations(case, args.variants)
-    shared.measure(cell, case, contenders(case, args), configs, args, DEVICE, results_in(report, args))
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     grid.add_arguments(parser, peers="cudnn,fa2,fa4")
     parser.add_argument("--deterministic", action="store_true", help="also measure onepass with deterministic=True")
@@ -126,19 +115,23 @@ def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
     reason = ablation.refusal(ablation.kernels("bwd")["sm90"], first, DEVICE)
     if args.variants and reason is not None:
         parser.error(f"--variants: {reason}")
-    args.rivals = shared.find_rivals([name for name in args.peers.split(",") if name], PEERS, DEVICE, parser)
+    args.rivals = shared.find_rivals(args.peers, PEERS, DEVICE, parser)
     return describe(DEVICE) | {"suite": "backward_sm90", "backend": ask_support(first, DEVICE).reason}
 
 
-SUITE = Suite(
+def case_of(cell: grid.Cell, args: Args) -> Case:
+    return cell.case(direction="bwd")
+
+
+SUITE = shared.grid_suite(
     "backward_sm90",
     __doc__,
-    add_options,
-    start,
-    grid.cells,
-    measure,
-    checks,
-    requests,
-    finish=lambda args, report: results_in(report, args).summarize(),
-    out="backward_sm90.json",
+    lambda: DEVICE,
+    case_of,
+    configurations,
+    contenders,
+    add_options=add_options,
+    start=start,
+    checks=checks,
+    requests=requests,
 )

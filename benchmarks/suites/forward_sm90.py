@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onepass
 from onepass import reference
+from onepass.bench import ablation
+from onepass.bench.cases import Case
+from onepass.bench.peers import Contender
 from onepass.dispatch import attention as dispatch
 from onepass.errors import UnsupportedError
 from onepass.kernels.compiler.compile import CompileRequest
@@ -40,8 +41,9 @@ from onepass.testing.machine import describe
 from onepass.testing.results import Report
 from onepass.tuning.timing import host_us
 
+from ..harness import contenders as shared
 from ..harness import grid
-from ..harness.suite import Args, Check, Suite, verdict
+from ..harness.suite import Args, Check, verdict
 
 DEVICE = "cuda"
 
@@ -408,88 +410,39 @@ def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
 # ---------------------------------------------------------------- speed
 
 
-def peers(names: list[str]) -> dict[str, Callable]:
-    """The peers that can be imported: name -> prepare(q, k, v, causal) -> call, on (batch, seqlen, heads, dim) tensors.
-
-    torch's SDPA gets contiguous (batch, heads, seqlen, dim) copies, which are made before it is timed.
-    """
-
-    def sdpa(backend: SDPBackend) -> Callable:
-        def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable:
-            q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-
-            def call() -> Tensor:
-                with sdpa_kernel(backend):
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-            return call
-
-        return prepare
-
-    def direct(function: Callable) -> Callable:
-        return lambda q, k, v, causal: lambda: _first(function(q, k, v, causal=causal))
-
-    found: dict[str, Callable] = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION), "fa2": sdpa(SDPBackend.FLASH_ATTENTION)}
-    try:
-        import fa3_fwd_interface
-
-        found["fa3"] = direct(fa3_fwd_interface.flash_attn_func)
-    except ImportError as error:
-        print("fa3 not measured:", error)
-    try:
-        from flash_attn.cute.interface import flash_attn_func
-
-        found["fa4"] = direct(flash_attn_func)
-    except ImportError as error:
-        print("fa4 not measured:", error)
-    return {name: found[name] for name in names if name in found}
+PEERS = {"cudnn": "sdpa-cudnn", "fa2": "sdpa-flash", "fa3": "fa3", "fa4": "fa4"}  # as `onepass bench` calls them
 
 
-def _first(x: Any) -> Tensor:
-    return x[0] if isinstance(x, tuple) else x
+def case_of(cell: grid.Cell, args: Args) -> Case:
+    return cell.case()
 
 
-def configurations(cell: grid.Cell, args: Args) -> tuple[AttentionProblem, dict[str, ForwardConfigSm90]]:
-    """The problem of a case without tensors, and the configurations that are measured, by name."""
-    q = torch.empty(1, cell.seqlen, 1, cell.head_dim, dtype=torch.bfloat16, device="meta")
-    problem = dataclasses.replace(problem_of(AttentionInputs(q, q, q), causal=cell.causal), device_type="cuda")
-    return problem, {"onepass": default_config(problem)} | variants(args.variants, cell.head_dim, cell.causal)
+def configurations(case: Case, text: str | None) -> dict[str, ForwardConfigSm90]:
+    """The configurations of the kernel that are measured, by name."""
+    default = default_config(ablation.problem_of(case, "cuda"))
+    return {"onepass": default} | variants(text, case.head_dim, case.causal)
+
+
+def contenders(case: Case, args: Args) -> shared.Contenders:
+    kernel, problem = ablation.kernels("fwd")["sm90"], ablation.problem_of(case, DEVICE)
+    ours = {
+        name: Contender(name, ablation.attend_with(kernel, problem, config))
+        for name, config in configurations(case, args.variants).items()
+    }
+    return {name: one for name, one in (dict(args.rivals) | ours).items() if one.refusal(case) is None}
 
 
 def requests(args: Args) -> list[CompileRequest]:
     """The kernels of the check and of the grid."""
     found = []
-    for case, variant in [] if args.no_check else checked_jobs(args):
-        if case.packed is not None or (case.seqlen_q and case.seqlen_k):
-            problem = problem_of(case.inputs(), **dict(case.options))
+    for checked, variant in [] if args.no_check else checked_jobs(args):
+        if checked.packed is not None or (checked.seqlen_q and checked.seqlen_k):
+            problem = problem_of(checked.inputs(), **dict(checked.options))
             found.append(launch.compile_request(problem, variant[1] if variant else default_config(problem)))
-    for cell in [] if args.no_grid else grid.cells(args):
-        problem, configs = configurations(cell, args)
-        found += [launch.compile_request(problem, config) for config in configs.values()]
+    for case in [] if args.no_grid else [case_of(cell, args) for cell in grid.cells(args)]:
+        problem = ablation.problem_of(case, "cuda")
+        found += [launch.compile_request(problem, config) for config in configurations(case, args.variants).values()]
     return found
-
-
-def measure(cell: grid.Cell, args: Args, report: Report) -> None:
-    _, own = configurations(cell, args)
-    shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
-    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-    inputs = AttentionInputs(q, k, v)
-    problem = problem_of(inputs, causal=cell.causal)
-    calls = {name: prepare(q, k, v, cell.causal) for name, prepare in args.rivals.items()}
-    for name, config in own.items():
-        calls[name] = functools.partial(run_kernel, problem, inputs, config)
-    q_heads, k_heads, v_heads = (t.transpose(1, 2) for t in (q, k, v))
-    expected = F.scaled_dot_product_attention(q_heads, k_heads, v_heads, is_causal=cell.causal)
-    errors = {
-        name: float((out.float() - expected.transpose(1, 2).float()).abs().max())
-        for name, out in grid.results_of(calls).items()
-    }
-    results = grid.Results(report, list(args.rivals))
-    results.measure(cell, {name: calls[name] for name in errors}, errors, own, args)
-
-
-def run_kernel(problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfigSm90) -> Tensor:
-    return launch.forward(problem, inputs, config)[0]
 
 
 def call_cost_us() -> dict[str, float]:
@@ -510,24 +463,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    args.rivals = peers(args.peers.split(","))
+    args.rivals = shared.find_rivals(args.peers, PEERS, DEVICE, parser)
     return describe(DEVICE) | {"suite": "forward_sm90"}
 
 
 def finish(args: Args, report: Report) -> None:
     report.header["call_cost_us"] = call_cost_us()
-    grid.Results(report, list(args.rivals)).summarize()
 
 
-SUITE = Suite(
+SUITE = shared.grid_suite(
     "forward_sm90",
     __doc__,
-    add_options,
-    start,
-    grid.cells,
-    measure,
-    checks,
-    requests,
+    lambda: DEVICE,
+    case_of,
+    configurations,
+    contenders,
     finish,
-    out="forward_sm90.json",
+    add_options=add_options,
+    start=start,
+    checks=checks,
+    requests=requests,
 )

@@ -28,11 +28,10 @@ from onepass.dispatch import backends
 from onepass.kernels.compiler.compile import CompileRequest
 from onepass.kernels.launch import backward_sm80, forward_sm80
 from onepass.testing.machine import describe
-from onepass.testing.results import Report
 
 from ..harness import contenders as shared
 from ..harness import grid
-from ..harness.suite import Args, Check, Suite
+from ..harness.suite import Args, Check
 from .backward_sm90 import CHECKED_SEQLENS
 
 DEVICE, BACKEND = "cuda", "sm80"
@@ -84,16 +83,6 @@ def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
     return shared.checks(checked_cases(args), contenders_of, args.rivals, DEVICE, torch.float64)
 
 
-def results_in(report: Report, args: Args) -> grid.Results:
-    return grid.Results(report, list(args.rivals), args.dtype, args.direction)
-
-
-def measure(cell: grid.Cell, args: Args, report: Report) -> None:
-    case = cell.case(args.dtype, args.direction)
-    configs = configurations(case, args.variants)
-    shared.measure(cell, case, contenders(case, args), configs, args, DEVICE, results_in(report, args))
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     grid.add_arguments(parser, peers="")
     parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
@@ -101,8 +90,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    names = args.peers.split(",") if args.peers else ["efficient" if args.dtype == "float32" else "fa2"]
-    args.rivals = shared.find_rivals(names, PEERS, DEVICE, parser)
+    peers = args.peers or ("efficient" if args.dtype == "float32" else "fa2")
+    args.rivals = shared.find_rivals(peers, PEERS, DEVICE, parser)
     first = grid.cells(args)[0].case(args.dtype)
     support = dispatch.choose(ablation.problem_of(first, DEVICE), BACKEND)
     if not support.ok:
@@ -112,15 +101,19 @@ def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
     return describe(DEVICE) | facts
 
 
-SUITE = Suite(
+def case_of(cell: grid.Cell, args: Args) -> Case:
+    return cell.case(args.dtype, args.direction)
+
+
+SUITE = shared.grid_suite(
     "sm80",
     __doc__,
-    add_options,
-    start,
-    grid.cells,
-    measure,
-    checks,
-    requests,
-    finish=lambda args, report: results_in(report, args).summarize(),
-    out="sm80.json",
+    lambda: DEVICE,
+    case_of,
+    configurations,
+    contenders,
+    add_options=add_options,
+    start=start,
+    checks=checks,
+    requests=requests,
 )

@@ -299,30 +299,27 @@ def test_forward(grid, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(forward_sm90.launch, "forward", run_tiled)
     monkeypatch.setattr(forward_sm90, "host_us", lambda call, calls, clock: float(call() is not None))
     monkeypatch.setattr(torch.cuda, "synchronize", wait_for_nothing)
-    torch_math = forward_sm90.SDPBackend.MATH
-    monkeypatch.setattr(
-        forward_sm90, "SDPBackend", SimpleNamespace(CUDNN_ATTENTION=torch_math, FLASH_ATTENTION=torch_math)
-    )
+    monkeypatch.setattr(forward_sm90, "PEERS", {"torch": "sdpa", "fa3": "fa3"})
     path = tmp_path / "r.json"
     arguments = ["--cases", "16c32,16n64", "--head-dims", "16", "--rounds", "2", "--out", str(path)]
+    arguments += ["--peers", "torch,fa3"]
     assert forward_sm90.SUITE.main([*arguments, "--no-grid"]) == 0, capsys.readouterr().out
     tried = len(small) + sum(len(forward_sm90.other_orders(case)) for case in small)
     assert f"check: {tried} of {tried} passed" in capsys.readouterr().out
     assert len(requests) == tried
     assert {name for name, *_ in requests} == {"forward"}
 
-    assert (
-        forward_sm90.SUITE.main([*arguments, "--no-check", "--variants", "n64; n48; n33", "--peers", "cudnn,fa2"]) == 0
-    )
+    assert forward_sm90.SUITE.main([*arguments, "--no-check", "--variants", "n64; n48; n33"]) == 0
     text = capsys.readouterr().out
     assert "n33 not measured: tile_n" in text
+    assert "fa3 not measured: measured on cuda only" in text
     assert "onepass: geometric mean" in text
     data = json.loads(path.read_text())
     assert data["status"] == "complete"
     assert data["header"]["call_cost_us"].keys() == {"launch.forward", "onepass.attention"}
     rows = {row["contender"]: row for row in data["rows"] if row["causal"]}
-    assert list(rows) == ["cudnn", "fa2", "onepass", "n64", "n48"]
-    assert max(rows[name]["error"] for name in ("cudnn", "fa2", "onepass", "n64")) < 0.05 < rows["n48"]["error"]
+    assert list(rows) == ["torch", "onepass", "n64", "n48"]
+    assert max(rows[name]["error"] for name in ("torch", "onepass", "n64")) < 0.05 < rows["n48"]["error"]
     assert rows["n48"]["config"]["tile_n"] == 48
 
 
