@@ -6,8 +6,8 @@
 A line of code holds something other than blanks, a comment or a docstring. The wheel has the packages that
 pyproject.toml lists. Public functions, classes and methods are those at the top of a module or a class whose names, and
 that of the module, begin with no underscore. An import circle is a set of files each of which imports, in one step or
-several, each of the others. Imports inside functions and for types alone count, too, but the import of a module does
-not count as an import of the packages that contain it.
+several, each of the others, in the wheel and in benchmarks/. Imports inside functions and for types alone count, too,
+but the import of a module does not count as an import of the packages that contain it.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def measure(root: Path) -> dict[str, str]:
         f"functions with {MANY_ARGUMENTS} or more arguments": str(
             sum(number_of_arguments(function) >= MANY_ARGUMENTS for function in functions)
         ),
-        "import circles by file": str(len(circles(wheel))),
+        "import circles by file": str(len(circles(sources(root, *packages, "benchmarks")))),
         "words of docs/ without lab/": f"{words(*pages):,}",
         "words of README.md": f"{words(root / 'README.md'):,}",
         "files in benchmarks/results/": f"{len(results)}, {sum(f.stat().st_size for f in results) / 1e6:.2f} MB",
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in columns[0]:
         print(f"| {name} | {' | '.join(column[name] for column in columns)} |")
     for root in args.checkouts if args.circles else ():
-        for members in circles(sources(root, *wheel_packages(root))):
+        for members in circles(sources(root, *wheel_packages(root), "benchmarks")):
             print(f"\n{root}: {', '.join(members)}")
 
 

@@ -27,7 +27,7 @@ Contenders = Mapping[str, Contender]
 
 
 def find_rivals(text: str, known: Mapping[str, str], device: str, parser: argparse.ArgumentParser) -> Contenders:
-    """The peers of --peers that can be imported. Args: known: by the names that --peers takes, those of `onepass bench`."""
+    """The peers of --peers that can be imported. Args: known: what `onepass bench` calls each that may be given."""
     names = [name for name in text.split(",") if name]
     if unknown := sorted(set(names) - set(known)):
         parser.error(f"--peers: expected names of {', '.join(known)}, got {', '.join(unknown)}")

@@ -13,7 +13,7 @@ modifiers.py         what ranges, ALiBi, a bias,     vllm.py           vLLM with
                      dropout cost
 context_parallel.py  attention over the ranks of a process group, beside one device and the peers
 
-context_parallel_contenders.py  the contenders of context_parallel.py
+context_parallel_cases.py, context_parallel_contenders.py  the cases and the contenders of context_parallel.py
 """
 
 NAMES = (

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,7 @@ from onepass.distributed.local import LocalCalls, Options, OutRows, TermGradient
 from onepass.distributed.plan import ContextPlan
 from onepass.distributed.shipments import Coming, send_keys, send_queries
 
-if TYPE_CHECKING:
-    from .context_parallel import ContextCase
+from .context_parallel_cases import ContextCase
 
 Work = Callable[[], Any]
 NO_DOCUMENTS = "expected one sequence, got documents"

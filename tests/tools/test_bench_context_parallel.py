@@ -15,6 +15,7 @@ import torch
 from ranks import loopback
 
 from benchmarks.suites import context_parallel as suite
+from benchmarks.suites import context_parallel_cases as cases
 from benchmarks.suites import context_parallel_contenders as contenders
 from onepass import distributed
 from onepass.tuning.timing import Samples
@@ -33,7 +34,7 @@ def test_command_on_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     data = json.loads(path.read_text())
     assert data["status"] == "complete"
-    assert [row["kind"] for row in data["rows"]] == list(suite.KINDS)
+    assert [row["kind"] for row in data["rows"]] == list(cases.KINDS)
     for row in data["rows"]:
         assert done.stdout.count(f"{row['case']} on 2 ranks") == 1  # one rank prints
         assert row["failed"] == {}
@@ -62,7 +63,7 @@ def test_wrong_results_are_not_timed(one_rank, monkeypatch):
     right = distributed.attention
     monkeypatch.setattr(contenders.distributed, "attention", lambda *a, **k: _scaled(right(*a, **k)))
     args = argparse.Namespace(activity=False, graphs=False, rounds=1, sample_ms=0.1, peers=0, out=None)
-    case = suite.ContextCase("causal", 4, 2, 20, "fwd", 16)
+    case = cases.ContextCase("causal", 4, 2, 20, "fwd", 16)
     args.chosen, args.ranks = [case], one_rank
     row = suite.measured(case, args, one_rank)
     assert set(row["contenders"]) == {"one device"}
@@ -80,7 +81,7 @@ def test_graphs_are_timed_beside_calls(one_rank, monkeypatch):
     names = []
     monkeypatch.setattr(suite, "Captured", lambda work: names.append(work) or work)
     args = argparse.Namespace(activity=False, graphs=True, rounds=1, sample_ms=0.1, peers=0, out=None)
-    row = suite.measured(suite.ContextCase("causal", 4, 2, 20, "fwd", 16), args, one_rank)
+    row = suite.measured(cases.ContextCase("causal", 4, 2, 20, "fwd", 16), args, one_rank)
     engines = {"onepass heads", "onepass keys"}
     assert set(row["contenders"]) == {"one device", *engines, *(f"{name}, graph" for name in engines)}
     assert len(names) == 2
@@ -106,7 +107,7 @@ def test_a_graph_keeps_the_tensors_that_it_reads(monkeypatch):
 
 
 def test_cases():
-    four = suite.cases(4)
+    four = cases.cases(4)
     assert len(four) == 28
     assert {case.tokens for case in four} == {32768, 65536}
     assert {case.tokens for case in four if case.kind == "window"} == {65536}
@@ -119,14 +120,14 @@ def test_cases():
 
 
 def test_flops():
-    causal = suite.ContextCase("causal", 4, 2, 100, "fwd", 16)
+    causal = cases.ContextCase("causal", 4, 2, 100, "fwd", 16)
     assert causal.flops == 4 * 16 * 4 * 100 * 101 // 2
-    assert suite.ContextCase("causal", 4, 2, 100, "fwd+bwd", 16).flops == causal.flops * 7 // 2
-    assert suite.ContextCase("window", 4, 2, 100, "fwd", 16, window=1).flops == 4 * 16 * 4 * 100
+    assert cases.ContextCase("causal", 4, 2, 100, "fwd+bwd", 16).flops == causal.flops * 7 // 2
+    assert cases.ContextCase("window", 4, 2, 100, "fwd", 16, window=1).flops == 4 * 16 * 4 * 100
 
 
 def test_shares():
-    case = suite.ContextCase("full", 4, 4, 64, "fwd", 16)
+    case = cases.ContextCase("full", 4, 4, 64, "fwd", 16)
     ms = {"one device": [8.0, 8.0], "onepass heads": [2.5, 2.5], "own": [2.0, 2.0]}
     prepared = {name: suite.Prepared(lambda: None, lambda: None) for name in ms}
     prepared["one device"].facts["peak_bytes"] = 4000
