@@ -199,9 +199,9 @@ def _flash_attn_fwd(
     return found, found_lse if wants_lse else None, None, None, None
 
 
-def returns_lse(return_lse: Any, *inputs: Tensor | None) -> bool:
+def returns_lse(return_lse: Any, *inputs: Any) -> bool:
     """Whether flash-attn 4 returns lse: where it is asked for, or an input requires a gradient."""
-    return check_flag("return_lse", return_lse) or any(t is not None and t.requires_grad for t in inputs)
+    return check_flag("return_lse", return_lse) or any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
 
 
 def _flash_attn_bwd(
