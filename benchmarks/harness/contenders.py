@@ -43,7 +43,11 @@ def configuration(default: Any, changes: str) -> Any:
 
     Raises: ValueError for an unknown field, and for a value that is no Python literal.
     """
-    names = [field.name for field in fields(default)]
+    return replace(default, **literals(changes, [field.name for field in fields(default)]))
+
+
+def literals(changes: str, names: Sequence[str]) -> dict[str, Any]:
+    """The values of changes such as "tile_n=64,num_stages=1". Raises: ValueError as `configuration`."""
     values = {}
     for change in changes.split(","):
         name, _, value = (part.strip() for part in change.partition("="))
@@ -52,10 +56,10 @@ def configuration(default: Any, changes: str) -> Any:
                 f"variant {changes!r}: expected name=value with a name of {', '.join(names)}, got {change!r}"
             )
         try:
-            values[name] = literal_eval(value)
+            values[name] = literal_eval({"true": "True", "false": "False"}.get(value, value))
         except (ValueError, SyntaxError):
             raise ValueError(f"variant {changes!r}: expected a Python literal for {name}, got {value!r}") from None
-    return replace(default, **values)
+    return values
 
 
 def configurations(default: Any, text: str | None, check: Callable[[Any], object]) -> dict[str, Any]:

@@ -92,17 +92,6 @@ def split_variants(text: str | None, joint: str = " ") -> list[str]:
     return [joint.join(words.split()) for words in (text or "").split(";") if words.strip()]
 
 
-def fields_of(variant: str) -> dict[str, str]:
-    """The fields that a variant changes: "tile_n=64,pack_gqa=False" -> {"tile_n": "64", "pack_gqa": "False"}.
-
-    Raises: ValueError for anything else.
-    """
-    found = [re.fullmatch(r"(\w+)=(.+)", change.strip()) for change in variant.split(",")]
-    if None in found:
-        raise ValueError(f"variant {variant!r}: expected name=value, several separated by commas")
-    return {match[1]: match[2] for match in found if match}
-
-
 def time_in_turns(calls: Mapping[str, Call], args: argparse.Namespace, seed: int) -> dict[str, list[float]]:
     """Milliseconds of each call in each round; the order changes from round to round."""
     samplers = {name: do_bench_sampler(call, args.warmup_ms, args.rep_ms) for name, call in calls.items()}

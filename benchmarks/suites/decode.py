@@ -53,6 +53,7 @@ from onepass.testing.results import Report, Row
 from onepass.tuning.timing import Samples, host_us, measure_interleaved
 
 from ..harness import grid
+from ..harness.contenders import literals
 from ..harness.suite import Args, Check, Suite, verdict
 
 DEVICE = "cuda"
@@ -76,22 +77,16 @@ def parse_cases(text: str) -> list[Case]:
 def variant(case: Case, changes: str, is_paged: bool, backend: str | None) -> tuple[LaunchConfig, int | None] | None:
     """Configuration and splits of a variant; None where the case cannot take it."""
     problem = on_gpu(case, is_paged)
-    fields = grid.fields_of(changes)
-    num_splits = fields.pop("num_splits", None)
     config = launches(problem, backend).config_of(problem, torch.device(DEVICE))
-    if unknown := set(fields) - set(asdict(config)):
-        print(f"{case.label}: {changes} not measured: {type(config).__name__} has no {', '.join(sorted(unknown))}")
-        return None
-    values = {name: {"True": True, "False": False}.get(text) for name, text in fields.items()}
-    types = {name: type(value) for name, value in asdict(config).items()}
-    values = {n: types[n](float(fields[n])) if value is None else value for n, value in values.items()}
-    config = replace(config, **values)
     try:
+        values = literals(changes, ["num_splits", *asdict(config)])
+        num_splits = values.pop("num_splits", None)
+        config = replace(config, **values)
         config.check(problem.attention, arch_of(torch.device(DEVICE)))
-    except UnsupportedError as error:
+    except (ValueError, UnsupportedError) as error:
         print(f"{case.label}: {changes} not measured: {error}")
         return None
-    return config, None if num_splits is None else int(num_splits)
+    return config, num_splits
 
 
 def on_meta(case: Case, is_paged: bool) -> Step:

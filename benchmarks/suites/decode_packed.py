@@ -8,7 +8,7 @@ A case is a batch as an engine with continuous batching makes it, see CASES. Con
 cache and over pages of 16 and 64 keys at random places, and FlashAttention-3's flash_attn_with_kvcache with
 cu_seqlens_q over the same caches ("fa3 .."). Times are those of replayed CUDA graphs; TFLOP/s counts visible pairs,
 TB/s K and V of every sequence once, q, out and lse. Ratios are to fa3 over the same cache. Variants are fields of
-`ForwardConfigSm90` (for the Hopper forward), num_splits, and hint=false for a call without max_seqlen_q. With --e4m3
+`ForwardConfigSm90` (for the Hopper forward), num_splits, and hint=False for a call without max_seqlen_q. With --e4m3
 onepass also reads the same caches rounded to e4m3, and is compared with attention over the rounded values. The results
 go to --out as JSON after every case.
 """
@@ -18,12 +18,11 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +35,7 @@ from onepass.bench import decode as bench
 from onepass.bench.cases import Case, decode_case
 from onepass.bench.check import PEER_FACTOR
 from onepass.bench.flops import bytes_moved, flops
+from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.launch import decode_sm90 as decode_launch
 from onepass.kernels.launch.decode import DecodeLaunch
 from onepass.problem.decode import DecodeProblem
@@ -44,6 +44,7 @@ from onepass.testing.results import Report, Row
 from onepass.tuning.timing import CudaSampler
 
 from ..harness import grid
+from ..harness.contenders import literals
 from ..harness.suite import Args, Check, Suite, verdict
 from .decode import add_timing, header_of, time_in_turns
 
@@ -186,24 +187,23 @@ def fa3_run(module: Any, step: Step) -> Tensor:
 
 def variant_run(changes: str, step: Step) -> Tensor:
     """A step with another configuration of the Hopper forward than onepass would choose, or with another call."""
-    arguments, fields = step._asdict(), grid.fields_of(changes)
-    if fields.pop("hint", "true") == "false":
+    values = literals(changes, ["hint", "num_splits", *(field.name for field in fields(ForwardConfigSm90))])
+    arguments = step._asdict()
+    if not values.pop("hint", True):
         arguments["max_seqlen_q"] = None
-    if set(fields) <= {"num_splits"}:
-        return onepass.attention_decode(**arguments | {name: int(value) for name, value in fields.items()})
+    if set(values) <= {"num_splits"}:
+        return onepass.attention_decode(**arguments | values)
     del arguments["max_seqlen_q"]
     problem, inputs = decode_calls.problem_of("bench", arguments)
-    return _variant_launch(changes, problem)(inputs)[0]
+    num_splits = values.pop("num_splits", None)
+    return _variant_launch(frozenset(values.items()), replace(problem, num_splits=num_splits))(inputs)[0]
 
 
 @functools.cache
-def _variant_launch(changes: str, problem: DecodeProblem) -> DecodeLaunch:
-    fields = grid.fields_of(changes)
-    num_splits, device = fields.pop("num_splits", None), torch.device(DEVICE)
-    problem = replace(problem, num_splits=None if num_splits is None else int(num_splits))
-    config = decode_launch.config_of(problem, device)
-    given = {name: json.loads(value.lower()) for name, value in fields.items()}
-    return decode_launch.launch_with(problem, replace(config, **given), device)
+def _variant_launch(changes: frozenset[tuple[str, Any]], problem: DecodeProblem) -> DecodeLaunch:
+    device = torch.device(DEVICE)
+    config = replace(decode_launch.config_of(problem, device), **dict(changes))
+    return decode_launch.launch_with(problem, config, device)
 
 
 def contenders(args: Args) -> dict[str, tuple[Callable[[Step], Tensor], int | None]]:
