@@ -1,7 +1,7 @@
-"""Programs that measure onepass beside other libraries, and their results files. They are not in the wheel.
+"""Programs that compare onepass with other libraries, and their results files. They are not in the wheel.
 
 __main__.py      python -m benchmarks NAME: one of the suites, or chart
-suites/          the kernels beside their peers on a GPU, serving loops, whole models, process groups
+suites/          kernels and their peers on a GPU, serving loops, whole models, process groups
 harness/         what suites share: the paper's grid, compiling ahead, what a GPU does during a call
 timeline/        python -m benchmarks.timeline: programs for traces that `onepass trace` has written
 chart.py         the pictures of README and docs/performance.md, from results files

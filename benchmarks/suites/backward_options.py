@@ -1,6 +1,6 @@
 """The Hopper backward beyond the paper's grid: query heads in groups, packed sequences, windows, head dims, options.
 
-    python -m benchmarks backward_options                      # all cases, beside FlashAttention-4
+    python -m benchmarks backward_options                      # all cases, compared with FlashAttention-4
     python -m benchmarks backward_options --cases packed,GQA      # cases whose names have one of the words
 
 The backward pass alone is timed, as in backward_sm90.py; contenders take turns. A case with sinks or a softcap is
