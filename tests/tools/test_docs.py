@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import onepass
+from benchmarks import suites
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=lambda path: path.relative_to(ROOT).as_posix())
@@ -19,7 +20,8 @@ IN_CODE = re.compile(r"`([^`\n]+)`")
 # `onepass/api/attention.py`, `tests/gpu/`, or with a name of the module `onepass/api/attention.py::attention`
 NAMED_PATH = re.compile(r"((?:onepass|tests|docs|examples|benchmarks)/[\w./-]*)(?:::([\w.]+))?")
 PAGE_IN_CODE = re.compile(r"docs/[\w/-]+\.(?:md|png|svg|py)")
-NAMED_MODULE = re.compile(r"python\s+-m\s+(onepass[\w.]*\w)")
+NAMED_MODULE = re.compile(r"python\s+-m\s+((?:onepass|benchmarks)[\w.]*)")
+NAMED_PROGRAM = re.compile(r"\s-m\s+benchmarks(?: |\n *)([a-z]\w*)")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 
@@ -100,6 +102,14 @@ def test_modules_that_are_run_exist(page):
     files = {name: ROOT.joinpath(*name.split(".")) for name in modules}
     missing = [name for name, path in files.items() if not (path.with_suffix(".py").exists() or path.is_dir())]
     assert not missing
+
+
+def test_programs_that_are_run_exist():
+    """In pages and in docstrings."""
+    files = [*PAGES, *(path for folder in ("benchmarks", "onepass") for path in (ROOT / folder).rglob("*.py"))]
+    named = {name for file in files for name in NAMED_PROGRAM.findall(file.read_text(encoding="utf-8"))}
+    assert "chart" in named
+    assert named <= {*suites.NAMES, "chart"}
 
 
 @pages
