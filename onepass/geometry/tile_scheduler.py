@@ -132,6 +132,22 @@ def heads_in_last_section(heads_in_all: int, heads_per_section: int) -> int:
     return heads_in_all - (ceil_div(heads_in_all, heads_per_section) - 1) * heads_per_section
 
 
+def rings(tiles: int, query_blocks: int, heads: int, num_ctas: int, lag: int) -> tuple[int, int]:
+    """The size of the rings in which tiles of keys add to dQ (`block_range.turn_in_ring`), and the waves they take.
+
+    All tiles of a ring must run at a time, in thread blocks of their own. As many heads are worked on at a time as
+    there are thread blocks for their rings. Of the sizes that take the fewest waves it is the largest.
+    """
+    most = max(1, min(tiles, num_ctas, query_blocks // lag))
+
+    def waves(ring: int) -> int:
+        return ceil_div(heads, min(heads, num_ctas // ring)) * ceil_div(tiles, ring)
+
+    sizes = {ceil_div(tiles, rings_of_head) for rings_of_head in range(ceil_div(tiles, most), tiles + 1)}
+    ring = min(sorted(sizes, reverse=True), key=waves)
+    return ring, waves(ring)
+
+
 def num_tiles(seqlen_q: int, tile_m: int, num_heads: int, batch: int) -> int:
     return ceil_div(seqlen_q, tile_m) * num_heads * batch
 

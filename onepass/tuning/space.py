@@ -192,7 +192,7 @@ def _is_futile(config: Any, usual: Any, problem: AttentionProblem) -> bool:
 
 
 def _has_order_of(config: Any, usual: Any) -> bool:
-    names = "dynamic_tiles", "longest_first", "descending_turns", "ascending_end", "ring_lag"
+    names = "dynamic_tiles", "longest_first", "descending_turns", "ascending_mib", "ring_lag"
     return not any(_differ(name, config, usual) for name in names)
 
 

@@ -47,6 +47,11 @@ PROBLEMS |= {f"{d} deterministic": problem(d, d, deterministic=True) for d in (6
 PROBLEMS |= {
     f"256 {name}": problem(256, 256, 64, mask=mask) for name, mask in (("64 keys", FULL), ("64 causal keys", CAUSAL))
 }
+PROBLEMS |= {f"{d} deterministic long": problem(d, d, 4096, deterministic=True) for d in (64, 128)}  # an ascending end
+PROBLEMS |= {  # rings
+    f"{d} deterministic full": replace(problem(d, d, 2048, mask=FULL, deterministic=True), batch=16)
+    for d in (64, 128, 192, 256)
+}
 PROBLEMS["128 deterministic window"] = problem(
     128, 128, deterministic=True, mask=Mask(64, 64)
 )  # turns in descending order

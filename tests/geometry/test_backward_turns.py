@@ -33,7 +33,7 @@ from onepass.problem import Mask
 
 
 class SmallRings(NamedTuple):
-    """What the choice of rings asks a configuration for, with small tiles."""
+    """What the choice of rings asks of a configuration, with small tiles."""
 
     ring_lag: int
     tile_m: int = 4
@@ -48,8 +48,8 @@ class SmallRings(NamedTuple):
     def has_ascending_end(self, problem):
         return False
 
-    def head_dims(self, problem):
-        return 64, 64
+    def bytes_per_head(self, problem):
+        return 512 * problem.seqlen_q * problem.qhead_per_kvhead
 
 
 # ---------------------------------------------------------------- turns

@@ -96,3 +96,53 @@ def test_few_queries_of_a_group_with_modifiers_have_a_configuration():
 def test_dropout_overlaps_gradients_where_there_are_no_larger_tiles(head_dim, mask, num_heads_kv, overlaps):
     asked = problem(head_dim, head_dim, 4096, mask=mask, num_heads_kv=num_heads_kv, dropout_p=0.1)
     assert heuristics.backward_config_sm90(asked).overlap_gradients == overlaps
+
+
+def deterministic(head_dim, seqlen, mask, **changes):
+    """A deterministic problem of 16384 tokens of hidden size 2048."""
+    heads = 2048 // head_dim
+    asked = problem(head_dim, head_dim, seqlen, mask=mask, num_heads_kv=heads, deterministic=True)
+    return replace(asked, **{"num_heads_q": heads, "batch": 16384 // seqlen} | changes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "lag"),
+    [
+        (deterministic(128, 2048, Mask()), 3),
+        (deterministic(128, 512, Mask()), 2),
+        (deterministic(128, 512, Mask(), batch=4), 0),  # 2 waves
+        (deterministic(256, 16384, Mask()), 3),
+        (deterministic(64, 1024, Mask()), 0),  # blocks of 128 queries, 8 of them
+        (deterministic(128, 2048, CAUSAL), 0),
+        (deterministic(128, 2048, Mask(), is_packed=True), 0),
+        (deterministic(128, 2048, Mask(), has_seqused_k=True), 0),
+        (deterministic(128, 2048, Mask(), seqlen_q=300), 0),  # fewer blocks than tiles
+        (deterministic(128, 4096, Mask(), num_heads_kv=2), 0),  # groups do not fit into L2
+        (deterministic(128, 1152, Mask()), 0),  # 9 tiles a head: rings take 18 waves, a queue 16
+    ],
+)
+def test_turns_go_around_where_rings_are_even_and_fit_into_l2(asked, lag):
+    config = heuristics.backward_config_sm90(asked)
+    config.check(asked)
+    assert config.ring_lag == lag
+    assert config.dynamic_tiles == (lag == 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "mib", "descends"),
+    [
+        (deterministic(128, 2048, CAUSAL), 16, True),
+        (deterministic(128, 8192, CAUSAL), 32, True),
+        (deterministic(256, 1024, CAUSAL), 32, True),
+        (deterministic(64, 4096, CAUSAL), 64, True),
+        (deterministic(64, 2048, CAUSAL), 0, False),  # a lead of one step
+        (deterministic(128, 4096, CAUSAL, num_heads_kv=2), 0, False),  # 32 ascending tiles
+        (deterministic(128, 4096, Mask(1024, 0)), 0, True),
+        (deterministic(128, 4096, CAUSAL, is_packed=True, seqlen_q=16384, seqlen_k=16384), 0, True),
+        (deterministic(128, 4096, CAUSAL, deterministic=False), 0, False),
+    ],
+)
+def test_the_last_heads_ascend_where_they_have_a_wave_of_tiles(asked, mib, descends):
+    config = heuristics.backward_config_sm90(asked)
+    config.check(asked)
+    assert (config.ascending_mib, config.descending_turns) == (mib, descends)

@@ -304,8 +304,9 @@ class BackwardConfigSm90(LaunchConfig):
         dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
         descending_turns: tiles of keys of a deterministic problem add to a dQ from the last one to the first, not the
             other way round: see block_range.following_query_block.
-        ascending_end: with descending_turns, the last heads, as many as fit into L2 together, take the other order, so
-            that the longest tiles do not come last. Not for packed sequences.
+        ascending_mib: with descending_turns, the last heads, whose Q, dO and sums of dQ are this many MiB together (at
+            least one head), take the other order, so that the longest tiles do not come last. 0: none; so for packed
+            sequences.
         ring_lag: tiles of keys of a deterministic problem without a mask go around all query blocks in rings, each this
             many blocks after the one before it: see block_range.turn_in_ring. 0: in one of the orders above. Neither
             for packed sequences, seqused_k, ranges, positions and left padding, nor with dynamic_tiles.
@@ -327,7 +328,7 @@ class BackwardConfigSm90(LaunchConfig):
     longest_first: bool = True
     dynamic_tiles: bool = False
     descending_turns: bool = False
-    ascending_end: bool = False
+    ascending_mib: int = 0
     ring_lag: int = 0
     overlap_gradients: bool = False
     paired: bool = False
@@ -374,7 +375,17 @@ class BackwardConfigSm90(LaunchConfig):
 
     def has_ascending_end(self, problem: AttentionProblem) -> bool:
         """Whether the last heads take the other order than those before."""
-        return self.ascending_end and self.adds_descending(problem) and not problem.is_packed
+        return self.ascending_mib > 0 and self.adds_descending(problem) and not problem.is_packed
+
+    def ascending_heads(self, problem: AttentionProblem) -> int:
+        """The kv heads that do, if there is such an end."""
+        fitting = (self.ascending_mib << 20) // max(1, self.bytes_per_head(problem))
+        return min(problem.num_heads_kv * problem.batch, max(1, fitting))
+
+    def bytes_per_head(self, problem: AttentionProblem) -> int:
+        """What the tiles of a kv head read and write again and again: Q, dO and the sums of dQ."""
+        row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * self.head_dims(problem)[0]
+        return problem.seqlen_q * problem.qhead_per_kvhead * row_bytes
 
     def adds_in_rings(self, problem: AttentionProblem) -> bool:
         """Whether these turns go around."""
@@ -483,7 +494,7 @@ class BackwardConfigSm90(LaunchConfig):
             raise UnsupportedError(f"tile_m: expected 64 with by_gradient, got {self.tile_m}")
         if self.by_gradient and self.overlap_gradients:
             raise UnsupportedError("overlap_gradients: expected False with by_gradient")
-        if self.ring_lag < 0 or (self.adds_in_rings(problem) and not self._permits_rings(problem)):
+        if self.ring_lag < 0 or (self.adds_in_rings(problem) and not self.permits_rings(problem)):
             raise UnsupportedError(f"ring_lag: expected 0 where tiles differ or are drawn, got {self.ring_lag}")
         if self.paired:
             self._check_paired(problem)
@@ -510,7 +521,8 @@ class BackwardConfigSm90(LaunchConfig):
             needs = f"{self} needs {registers} for dK, dV, S, P and dS"
             raise UnsupportedError(f"registers: {needs}, a thread has {available} and addresses take 32 of them")
 
-    def _permits_rings(self, problem: AttentionProblem) -> bool:
+    def permits_rings(self, problem: AttentionProblem) -> bool:
+        """Whether all tiles of keys have the same query blocks, and thread blocks that are known beforehand."""
         is_even = problem.mask.is_full and not (problem.is_packed or problem.has_seqused_k or problem.has_intervals)
         return is_even and not self.dynamic_tiles
 

@@ -9,6 +9,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ...geometry.integers import ceil_div
+from ...geometry.tile_scheduler import L2_BUDGET_BYTES, rings
 from ...problem import AttentionProblem
 from ..config import (
     HOPPER,
@@ -442,18 +443,70 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     return _with_turns(config, problem)
 
 
-RING_LAG = 2  # query blocks
-
-
 def _with_turns(config: BackwardConfigSm90, problem: AttentionProblem) -> BackwardConfigSm90:
     """The configuration with the order of turns of deterministic gradients.
 
-    Rings: where no tile is longer than another one, and the lengths are known.
+    Without rings and an ascending end (windows, packed sequences, groups, ranges, positions, left padding) the order is
+    that of the Ampere kernels.
     """
-    is_even = problem.mask.is_full and not (problem.is_packed or problem.has_seqused_k or problem.has_intervals)
-    if problem.deterministic and is_even:
-        return replace(config, ring_lag=RING_LAG, dynamic_tiles=False)
+    if not problem.deterministic:
+        return config
+    if (lag := _ring_lag(config, problem)) > 0:
+        return replace(config, ring_lag=lag, dynamic_tiles=False)
+    if (size := _ascending_mib(config, problem)) > 0:
+        return replace(config, descending_turns=True, ascending_mib=size)
     return replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
+
+
+def _ring_lag(config: BackwardConfigSm90, problem: AttentionProblem) -> int:
+    """Query blocks between the tiles of a ring, 0: no rings. H200, percent more time than without turns, 16k tokens.
+
+        with 3 blocks, 2048 to 16384: head_dim 64 3, 2, -1, 2; 128 3, 1, 3, 5; 256 8, 9, 8, 6
+        with 2 blocks: 64 3, 2, 0, -1; 128 6, 5, 5, 5; 256 13, 12, 10, 7
+        1024, with 3, with 2, in ascending order: 64 11, 14, 6; 128 14, 15, 15; 256 8, 13, 13
+        512, with 2, in ascending order: 128 12, 29; 256 8, 9
+        groups of eight, 128, 4096, with 2: 21, in ascending order before there was a keeper of turns 12
+
+    The heads of all rings must fit into L2 together: those of groups do not. With 8 query blocks and a lag of 3 a ring
+    has 2 tiles (not measured at 128 and 256), and for blocks as large as tiles of keys another order is faster. Rings
+    run in whole waves: they may take a tenth more of them than tiles that are drawn. They leave query rows to kernels
+    before and after, whose launches weigh more where there are few waves (the figures are of 16).
+    """
+    in_rings = replace(config, ring_lag=1, dynamic_tiles=False)
+    tiles, blocks = ceil_div(problem.seqlen_k, config.tile_n), ceil_div(problem.seqlen_q, config.tile_m)
+    is_short = blocks < 16
+    if not in_rings.permits_rings(problem) or blocks < tiles or (is_short and config.tile_m >= config.tile_n):
+        return 0
+    lag, heads = 2 if is_short else 3, problem.num_heads_kv * problem.batch
+    num_ctas = min(NUM_SMS // config.tile_blocks, tiles * heads)
+    ring, waves = rings(tiles, blocks, heads, num_ctas, lag)
+    fits = min(heads, num_ctas // ring) * config.bytes_per_head(problem) <= 1.1 * L2_BUDGET_BYTES
+    is_balanced = waves <= 1.1 * ceil_div(tiles * heads, num_ctas)
+    pays_for_rows = waves >= 8 or not config.rows_in_background(problem)
+    return lag if fits and is_balanced and pays_for_rows else 0
+
+
+def _ascending_mib(config: BackwardConfigSm90, problem: AttentionProblem) -> int:
+    """`ascending_mib` of a causal problem: H200, percent more time than without turns, 16k tokens.
+
+        head_dim 64, 4096 to 16384: with 32 MiB 12, 8, 3, with 16 13, 10, 5, with 64 9 (4096), ascending 16 (4096)
+        head_dim 128, 2048 to 16384: with 32 MiB 12, 6, 4, 7, with 16 6, 2, 7, 7
+        head_dim 256, 512 to 16384: with 32 MiB 7, 9, 2, 3, 6, 8, with 16 from 2048 on 6, 7, 6, 8
+        head_dim 64, 2048: with 32 MiB 25, ascending 13
+
+    Blocks as large as tiles of keys have a lead of one step, which is not enough in short tiles. Without a wave of
+    ascending tiles, or nearly so, nothing evens out the others: 49 percent with groups of eight at 4096, head_dim 128.
+    """
+    is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
+    has_lead = config.tile_m < config.tile_n or problem.seqlen_q >= 32 * config.tile_m
+    if not is_growing or problem.is_packed or problem.has_intervals or not has_lead:
+        return 0
+    size = 32
+    if problem.seqlen_q <= 4096 and not config.by_gradient:
+        size = 64 if config.tile_m == 128 else 16
+    ascending = replace(config, ascending_mib=size).ascending_heads(problem)
+    tiles = ascending * ceil_div(problem.seqlen_k, config.tile_n)
+    return size if tiles >= 0.9 * NUM_SMS // config.tile_blocks else 0
 
 
 def _takes_registers_in_backward(problem: AttentionProblem) -> bool:
@@ -499,7 +552,8 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
         head_dim 64, 1024 to 16384: causal 1.02, 1.03, 1.02, 1.03, 1.02; full 1.04, 1.04, 1.02, 1.00, 1.01
         4096 or 8192, head_dim 128 and 64: windows 1.05 to 1.07 and 1.02, groups of eight 0.99 (causal), 1.15 (full) and
             0.98, 1.07; packed 1.00 (causal), 0.98 (full) and 1.09, 1.09; ALiBi 1.09 and 1.03; softcap 0.96,
-            0.94 and 0.99; deterministic 0.97, 0.95 and 1.00, 0.99; seqused_k 0.98 and 0.95
+            0.94 and 0.99; seqused_k 0.98 and 0.95
+        deterministic, 4096: windows 1.00 and 0.99, groups of eight 0.94 (128, full)
         2048 and 8192 with dropout: head_dim 128 1.01, 1.02 (causal), 1.03, 1.04 (full); 64, with tiles of 64 queries,
             0.95, 0.95 and 0.94, 0.93
 
@@ -507,9 +561,11 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
     of heads under a mask at 64 and 128.
     """
     has_bounds = problem.has_seqstart_k or problem.has_key_ranges or problem.has_q_positions
-    if problem.deterministic or problem.softcap is not None or has_bounds:
+    if problem.softcap is not None or has_bounds:
         return False
     is_grouped, is_full, drops = problem.qhead_per_kvhead > 1, problem.mask.is_full, problem.dropout_p > 0
+    if problem.deterministic and is_grouped:
+        return False
     if config.tile_m == 128:
         return not (problem.has_seqused_k or problem.has_alibi or drops) and (is_full or not is_grouped)
     is_wide = max(problem.head_dim, problem.head_dim_v) > 64

@@ -155,18 +155,16 @@ class Launch(BackwardLaunch):
 
 
 def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm90, num_ctas: int) -> int:
-    """kv heads that are worked on at a time, see geometry/tile_scheduler.py; with ascending_end the last ones alone.
+    """kv heads that are worked on at a time, see geometry/tile_scheduler.py; with ascending_mib the last ones alone.
 
     Args: num_ctas: thread blocks (or pairs of them) that take tiles.
     """
     heads, tiles_per_head = problem.num_heads_kv * problem.batch, ceil_div(problem.seqlen_k, config.tile_n)
     in_turns = config.adds_in_turns(problem)
     is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
-    # what a kv head's tiles read and write again and again: Q, dO and the accumulator
-    row_bytes = 2 * (problem.head_dim + problem.head_dim_v) + 4 * config.head_dims(problem)[0]
-    bytes_per_head = problem.seqlen_q * problem.qhead_per_kvhead * row_bytes
+    bytes_per_head = config.bytes_per_head(problem)
     if config.has_ascending_end(problem):
-        return min(heads, max(1, tile_scheduler.L2_BUDGET_BYTES // bytes_per_head))
+        return config.ascending_heads(problem)
     if config.adds_in_rings(problem):
         return min(heads, num_ctas // tiles_in_ring(problem, config, num_ctas))
     if in_turns:
@@ -181,20 +179,10 @@ def heads_per_section(problem: AttentionProblem, config: BackwardConfigSm90, num
 
 
 def tiles_in_ring(problem: AttentionProblem, config: BackwardConfigSm90, num_ctas: int) -> int:
-    """The size of the rings of tiles that add to dQ, see BackwardConfigSm90.ring_lag: one that takes the fewest waves.
-
-    All tiles of a ring must run at a time, in thread blocks of their own. As many heads are worked on at a time as
-    there are thread blocks for their rings.
-    """
+    """The size of the rings of tiles that add to dQ, see BackwardConfigSm90.ring_lag."""
     tiles, blocks = ceil_div(problem.seqlen_k, config.tile_n), ceil_div(problem.seqlen_q, config.tile_m)
-    most = max(1, min(tiles, num_ctas, blocks // config.ring_lag))
     heads = problem.num_heads_kv * problem.batch
-
-    def waves(ring: int) -> int:
-        return ceil_div(heads, min(heads, num_ctas // ring)) * ceil_div(tiles, ring)
-
-    rings = sorted({ceil_div(tiles, rings) for rings in range(ceil_div(tiles, most), tiles + 1)}, reverse=True)
-    return min(rings, key=waves)
+    return tile_scheduler.rings(tiles, blocks, heads, num_ctas, config.ring_lag)[0]
 
 
 def tiles_in_step(problem: AttentionProblem) -> int:

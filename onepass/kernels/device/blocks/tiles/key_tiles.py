@@ -46,7 +46,7 @@ class KeyTile(NamedTuple):
     sequence: Int32  # batch entry, or number of the packed sequence
     place: Int32 | None  # in its ring, and the tiles of this; with ring_lag
     ring: Int32 | None
-    ascends: Boolean | None  # with has_ascending_end
+    in_ascending_end: Boolean | None  # whether its head is one of the last, which ascend; with has_ascending_end
 
 
 class KeyTiles:
@@ -89,7 +89,7 @@ class KeyTiles:
         else:
             order = schedule.divisors, schedule.num_m_blocks, schedule.batch
             if cutlass.const_expr(self.has_ascending_end):
-                (n_block, head, origin_q), ascends = tile_scheduler.turning_coord(number, *order)
+                (n_block, head, origin_q), in_ascending_end = tile_scheduler.turning_coord(number, *order)
             else:
                 n_block, head, origin_q = tile_scheduler.tile_coord(number, *order)
             num_blocks = schedule.num_m_blocks
@@ -107,12 +107,12 @@ class KeyTiles:
         else:
             blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
         place, ring = None, None
-        ascends = ascends if cutlass.const_expr(self.has_ascending_end) else None
+        in_ascending_end = in_ascending_end if cutlass.const_expr(self.has_ascending_end) else None
         if cutlass.const_expr(self.ring_lag > 0):
             place = n_block % schedule.tiles_in_ring
             ring = minimum(schedule.tiles_in_ring, num_blocks - n_block + place)
         coordinates = n_block, head, origin_q, origin_k, rows_k, first_m_block
-        return KeyTile(*coordinates, geometry, *blocks, sequence, place, ring, ascends)
+        return KeyTile(*coordinates, geometry, *blocks, sequence, place, ring, in_ascending_end)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         return at_head(t, m, head, origin, self.is_packed)
@@ -128,7 +128,7 @@ class KeyTiles:
 
     def descends(self, tile: KeyTile) -> Boolean | bool:
         """The order of turns, see `block_range.following_query_block`."""
-        return tile.ascends == 0 if self.has_ascending_end else self.is_descending
+        return tile.in_ascending_end == 0 if self.has_ascending_end else self.is_descending
 
     def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
         first_head = tile.head_kv * self.group
@@ -144,7 +144,7 @@ class KeyTiles:
         ascending = tile.n_block - first_key_block(m_block * self.tile_m, *tile.geometry, self.tile_n)
         if cutlass.const_expr(not self.has_ascending_end):
             return ascending
-        return select(tile.ascends, ascending, self.last_key_block(tile, m_block) - tile.n_block)
+        return select(tile.in_ascending_end, ascending, self.last_key_block(tile, m_block) - tile.n_block)
 
     def last_key_block(self, tile: KeyTile, m_block: Int32) -> Int32:
         return last_key_block(m_block * self.tile_m, self.tile_m, *tile.geometry, self.tile_n)
