@@ -1,4 +1,4 @@
-"""Writing a finished tile of rows: out straight from registers, lse beside it."""
+"""Writing a finished tile of rows: out straight from registers, and lse."""
 
 from __future__ import annotations
 

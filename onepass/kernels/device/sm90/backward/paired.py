@@ -11,8 +11,8 @@ keys of both, which halves the additions. One step, in brackets what is in the t
                                               dQ_i added
 
 Warpgroup 0 is the slower one, and its step decides the speed. dV comes first because dO_i is there long before
-Q_(i+1), whose buffer dK_(i-1) has read; the additions of the step before, which wait for L2, run beside dV; and dQ is
-issued before the exponentials, which run beside it. With S first, and the exponentials before dQ, the kernel was 5
+Q_(i+1), whose buffer dK_(i-1) has read; the additions of the step before, which wait for L2, run during dV; and dQ is
+issued before the exponentials, which run during it. With S first, and the exponentials before dQ, the kernel was 5
 to 9 % slower at 2048 and 8192 (H200).
 
 What a thread block has beyond the buffers and barriers of wide.py (arrivals of the mbarriers)

@@ -1,4 +1,4 @@
-"""What is done for query rows beside the tiles: statistics and zeros before them, dq after them.
+"""What is done for query rows while tiles are computed: statistics and zeros before them, dq after them.
 
 Two warps of each thread block that have nothing else to do go through blocks of query rows, which they draw from
 counters in global memory:
@@ -185,7 +185,7 @@ class Stage(NamedTuple):
     Each block of rows goes through it in an even number of parts, so that part i ends phase i % 2 of the barrier.
     """
 
-    start: Int32  # address, of which 128 is a divisor; there are BackwardConfigSm90.rows_bytes
+    start: Int32  # address, a multiple of 128; there are BackwardConfigSm90.rows_bytes
     barrier: cute.Pointer  # an mbarrier with one arrival
 
 

@@ -212,7 +212,7 @@ class WarpgroupGemms(Turns):
 
     @cute.jit
     def clear_garbage(self, tile: Tile, v_state):
-        """Put zeros in place of what a tile's first block of V holds past the sequence's last key.
+        """Clear what a tile's first block of V holds past the sequence's last key.
 
         P is 0 there, and 0 * NaN = NaN. In a dense problem the tensor V itself ends there, and TMA fills in zeros. All
         warpgroups write the same zeros, so they need not wait for each other.
