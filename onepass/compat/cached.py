@@ -45,7 +45,7 @@ class Cache(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """Options beside a mask that few calls have.
+    """Options besides a mask that few calls have.
 
     Attributes:
         starts: (batch,) int32: the keys before it do not exist. Queries that stand before it still see the keys that

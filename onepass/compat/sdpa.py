@@ -1,6 +1,6 @@
 """`torch.nn.functional.scaled_dot_product_attention` with torch's signature and semantics, computed by onepass.
 
-Every mask is read by tiles, in O(seqlen) memory beside the mask itself. `is_causal=True` and the biases of
+Every mask is read by tiles, in O(seqlen) memory besides the mask itself. `is_causal=True` and the biases of
 `torch.nn.attention.bias` (`causal_upper_left`, `causal_lower_right`) are computed from positions, without a tensor. Any
 other mask becomes the `bias` of `onepass.attention` in its own broadcast shape, and tensor operations on its device
 find for each query the first and the last key that it sees, so that tiles of keys outside are not visited. A boolean
@@ -73,7 +73,7 @@ def scaled_dot_product_attention(
     mask = None if causal_bias is not None or attn_mask is None else four_dimensional(attn_mask, leading)
     window = None
     if is_causal or (causal_bias is not None and not is_bottom_right):
-        # onepass aligns at the bottom right, so keys past the diagonal, which no query sees, are cut off. If there are
+        # onepass aligns at the bottom right, so keys past the diagonal, which no query sees, are left out. If there are
         # fewer keys than queries, a window to the right makes up for the difference.
         seqlen_q = query.shape[-2]
         key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]

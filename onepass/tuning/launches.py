@@ -17,7 +17,7 @@ from ..kernels.config import LaunchConfig
 from ..kernels.heuristics.tuned import Direction
 from ..problem import AttentionInputs, AttentionProblem
 
-MAX_COPIES = 4  # copies of the inputs hold memory beside the results of every configuration
+MAX_COPIES = 4  # copies of the inputs hold memory besides the results of every configuration
 
 
 class Launches:

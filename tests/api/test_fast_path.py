@@ -96,7 +96,7 @@ def test_fp8_tensors(is_packed, count_operator):
     for _ in range(2):
         function(centered, **offsets, return_lse=True)
     assert count_operator == [5]
-    with pytest.raises(TypeError, match=r"k: expected None beside a QuantizedQKV"):
+    with pytest.raises(TypeError, match=r"k: expected None with a QuantizedQKV"):
         function(quantized, k, **offsets, return_lse=True)
 
 

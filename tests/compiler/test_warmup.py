@@ -291,7 +291,7 @@ REFUSED = [
     ({"k": (2, 4096, 8, 64)}, ValueError, "k: expected head_dim 128 like q, got 64"),
     ({"causal": 1}, TypeError, "causal: expected a bool, got 1"),
     ({"dropout": 0.1}, TypeError, "warmup: attention has no argument dropout"),
-    ({"dtype": None}, TypeError, r"dtype: expected a torch.dtype beside the shape \(2, 4096, 32, 128\) of q, got None"),
+    ({"dtype": None}, TypeError, r"dtype: expected a torch.dtype with the shape \(2, 4096, 32, 128\) of q, got None"),
     ({"dtype": torch.float64}, NotImplementedError, "backend sm90: dtype: expected bfloat16, float16 or float32, got"),
     (
         {"tuning": ForwardConfigSm90(tile_n=100)},

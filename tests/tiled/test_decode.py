@@ -274,8 +274,8 @@ NOT_PACKED = {
     "k_cache: expected batch 3 like cu_seqlens_q (or pages, with a page_table), got 4": {
         name: torch.zeros(4, 70, 2, 8, dtype=torch.float64) for name in ("k_cache", "v_cache")
     },
-    "k_new: expected None beside cu_seqlens_q": dict.fromkeys(("k_new", "v_new"), torch.zeros(3, 1, 2, 8)),
-    "rotary_cos: expected None beside cu_seqlens_q": dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(80, 4)),
+    "k_new: expected None with cu_seqlens_q": dict.fromkeys(("k_new", "v_new"), torch.zeros(3, 1, 2, 8)),
+    "rotary_cos: expected None with cu_seqlens_q": dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(80, 4)),
     "max_seqlen_q: expected an int, a tensor of one integer or None, got 2.5": {"max_seqlen_q": 2.5},
     "max_seqlen_q: expected at least 0, got -1": {"max_seqlen_q": -1},
 }
@@ -557,7 +557,7 @@ REFUSED = {
     "num_splits: expected 1 to 256": {"num_splits": 0},
     "num_splits: expected an int or None, got 2.0": {"num_splits": 2.0},
     "split_size: expected a multiple of 64 keys, got 100": {"split_size": 100},
-    "split_size: expected None beside num_splits, got 64": {"split_size": 64, "num_splits": 2},
+    "split_size: expected None with num_splits, got 64": {"split_size": 64, "num_splits": 2},
     "rotary_sin: expected a torch.Tensor where the other of rotary_cos and rotary_sin is given, got None": {
         "rotary_cos": COS
     },

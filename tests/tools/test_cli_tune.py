@@ -197,7 +197,7 @@ def test_the_papers_grid(imagine):
     result = invoke("tune", "--paper-grid", "--only", "size=3")
     assert result.exit_code == 2
     assert "--only: expected field=value" in result.stderr
-    assert "expected --paper-grid beside it" in invoke("tune", "--only", "head_dim=64").stderr
+    assert "expected --paper-grid with it" in invoke("tune", "--only", "head_dim=64").stderr
 
 
 def test_only_what_is_missing(imagine, monkeypatch):

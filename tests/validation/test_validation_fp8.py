@@ -124,9 +124,9 @@ def quantized(**options):
 
 
 CALLS = [
-    (lambda: quantized(), {"k": torch.ones(1)}, TypeError, r"k: expected None beside a QuantizedQKV, got Tensor"),
-    (lambda: quantized(), {"v": 3}, TypeError, r"v: expected None beside a QuantizedQKV, got int"),
-    (lambda: quantized(), {"precision": "fp8"}, TypeError, r"precision: expected None beside a QuantizedQKV, got str"),
+    (lambda: quantized(), {"k": torch.ones(1)}, TypeError, r"k: expected None with a QuantizedQKV, got Tensor"),
+    (lambda: quantized(), {"v": 3}, TypeError, r"v: expected None with a QuantizedQKV, got int"),
+    (lambda: quantized(), {"precision": "fp8"}, TypeError, r"precision: expected None with a QuantizedQKV, got str"),
     (lambda: quantized(), {"causal": 1}, TypeError, r"causal: expected a bool, got 1"),
     (
         lambda: quantized(center_k=True),

@@ -209,7 +209,7 @@ def most_splits_sm90(problem: AttentionProblem, config: ForwardConfigSm90, num_s
     1 means that there are no splits and no merge.
 
     A merge writes and reads 8 bytes for each column of each row of out, of prompts, too, which are not split. A tile of
-    a single token beside them reads 4 bytes for each column and key it may have, where it is one of the last at some 70
+    a single token among them reads 4 bytes for each column and key it may have, where it is one of the last at some 70
     GB/s (131072 keys of 512 bytes in 0.95 ms): more than ten times as long, if there are no more than twice as many
     rows as such keys.
     """

@@ -181,7 +181,7 @@ FORWARD_SM90 = {
 
 # FP8, by the wider head dim. TFLOP/s of V as `fp8.keys_last` lays it, from docs/lab/2026-11-27-fp8-codes.md (H200),
 # with p_codes, where "exponentials" are FORWARD_FP8_EXACT. The tensor cores truncate the sums of P V, so P V of each
-# step is added to O by the FMA pipe (docs/kernels/fp8.md). "With overlap" it runs beside the softmax of the next step.
+# step is added to O by the FMA pipe (docs/kernels/fp8.md). "With overlap" it runs during the softmax of the next step.
 # At head_dim 256 GEMMs are issued in any order: the softmax of one warpgroup is shorter than those of the other.
 FP8_OVERLAPPED = ForwardConfigSm90(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
 FP8_IN_SEQUENCE = replace(FP8_OVERLAPPED, overlap_gemm_softmax=False)
@@ -289,7 +289,7 @@ FORWARD_FP8_EXACT = {
         Row(True, LONG, replace(FP8_IN_SEQUENCE, dynamic_tiles=True)),
     ),
 }
-# For head dims of V above 128: the keys of a tile, and the columns whose P V has registers beside O at a time. P V
+# For head dims of V above 128: the keys of a tile, and the columns whose P V has registers besides O at a time. P V
 # takes the registers of S; where it has fewer, ptxas drains every wgmma by itself.
 FP8_COLUMNS = {192: (96, 96), 256: (128, 128)}
 
@@ -314,7 +314,7 @@ def forward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Forwar
     row = row_of(FORWARD_SM90.get(dims, ()), is_causal, seqlen_k)
     if row is not None:
         return _modified(_adapted(row.config, problem), problem)
-    # other pairs of head dims: the largest tile that leaves 60 registers beside the accumulators and fits
+    # other pairs of head dims: the largest tile that leaves 60 registers besides the accumulators and fits
     for tile_n in (128, 112, 96, 80, 64, 48):
         config = ForwardConfigSm90(tile_n=tile_n, rescale_threshold=LAZY)
         try:
@@ -340,7 +340,7 @@ FLOAT32_SM90 = {
 # TFLOP/s of both ways at 1024, 2048 and 4096, transposed first (docs/lab/2026-11-27-fp8-codes.md): 64 594 562, 653
 # 632, 677 681, causal 401 361, 506 471, 583 567; 128 781 790, 861 942, 887 1008, causal 555 490, 698 669, 797 793;
 # 256 935 864, 1026 973, 1070 1034, causal 681 581, 868 798, 963 940. Longer ones were not measured. Three warpgroups
-# of head_dim 64 lack the registers beside warps that transpose.
+# of head_dim 64 lack the registers where warps transpose.
 TRANSPOSED_QUERIES = {64: (2048, 4096), 128: (512, 4096), 256: (4096, 4096)}
 # Without p_codes, 64 at 1024 and 2048 466 453, 532 542, causal at 4096 486 479; 128 at 4096 876 856, causal 739 719;
 # 256 at 1024 and 2048 849 825, 936 957, causal at 4096 883 870.
@@ -479,7 +479,7 @@ def _is_paired(problem: AttentionProblem) -> bool:
 
 
 def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -> bool:
-    """Whether dS and P are computed beside GEMMs of the same warpgroup: H200, speed with it / without it.
+    """Whether dS and P are computed during GEMMs of the same warpgroup: H200, speed with it / without it.
 
         head_dim 128, 512 to 16384: causal 1.02, 1.04, 1.03, 1.04, 1.05, 1.03; full 1.00, 0.98, -, 0.97
         head_dim 64, 1024 to 16384: causal 1.02, 1.03, 1.02, 1.03, 1.02; full 1.04, 1.04, 1.02, 1.00, 1.01
@@ -512,7 +512,7 @@ def _does_rows_in_background(problem: AttentionProblem) -> bool:
         head_dim 128, 1024 to 8192: causal 1.05, 1.08, 1.03, 1.04; full 1.03, 1.00, 0.97, 1.00
         head_dim 256, 1024 to 4096: causal 0.98, 1.00, 0.99; full 1.03, 1.00, 1.01
 
-    It takes as much of the L1 cache beside tiles as before them. Under a causal mask, where tiles differ, it fills what
+    It takes as much of the L1 cache during tiles as before them. Under a causal mask, where tiles differ, it fills what
     they leave; at head_dim 256 its smaller stages cost that again.
     """
     if problem.mask.is_full:
