@@ -217,7 +217,7 @@ def test_cache_lists_and_clears(imagine):
     assert "tuned configurations" not in invoke("cache").output
     assert "no tuned configurations" in invoke("cache", "clear", "--tuned").output
     invoke("tune")
-    assert f"tuned configurations for {GPU}: 1, 1 of them in place of the heuristics' choice" in invoke("cache").output
+    assert f"tuned configurations for {GPU}: 1, 1 of them instead of the heuristics' choice" in invoke("cache").output
     assert invoke("cache", "clear", "--yes").exit_code == 0
     assert tuned.own_path().exists()
     assert invoke("cache", "clear", "--tuned", "--yes").exit_code == 0
