@@ -102,8 +102,8 @@ def table(timelines: list[Timeline]) -> str:
         "exponentials",
         "issuing",
         "waiting",
-        "exponentials beside own GEMMs",
-        "beside another's",
+        "exponentials during own GEMMs",
+        "during another's",
         "issuing at once",
     )
     lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
