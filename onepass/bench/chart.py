@@ -1,11 +1,11 @@
-"""The pictures of docs/performance.md, drawn from results files: onepass and other libraries on one GPU.
+"""The pictures of docs/performance.md, drawn from results files: onepass beside other libraries on one GPU.
 
     python -m onepass.bench.chart                                      # from benchmarks/results/ into docs/
     python -m onepass.bench.chart --results benchmarks/results --out /tmp
 
 performance.png            geometric means: forward, backward, FP8 and decoding
 performance-forward.png, performance-backward.png, performance-fp8.png, performance-decode.png     case by case
-performance-cpu.png        the forward and the backward on a CPU, compared with torch's SDPA
+performance-cpu.png        the forward and the backward on a CPU, beside torch's SDPA
 
 Nothing is measured here. Needs matplotlib: pip install '.[bench]'
 """

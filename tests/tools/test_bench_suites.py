@@ -376,7 +376,7 @@ def test_fp8(fp8_suite, tmp_path, capsys):
     capsys.readouterr()
     assert fp8.main(["--summarize", *(str(tmp_path / name) for name in ("slow", "fast", "fast"))]) == 0
     text = capsys.readouterr().out
-    assert "from rows of e4m3: rows compared with fa3, 3 runs" in text
+    assert "from rows of e4m3: rows beside fa3, 3 runs" in text
     assert "all: geometric mean 1.000, least 1.000" in text
     assert "from bfloat16" not in text  # nobody to compare with
 

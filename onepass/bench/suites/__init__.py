@@ -9,7 +9,7 @@ backward_options.py  the Hopper backward with GQA,   call_cost.py      CPU time 
 sm80.py              the Ampere kernels              models.py         whole models: generation, training, diffusion
 modifiers.py         what ranges, ALiBi, a bias,     vllm.py           vLLM with onepass and with its own attention
                      dropout cost
-context_parallel.py  attention over the ranks of a process group, compared with one device and the peers
+context_parallel.py  attention over the ranks of a process group, beside one device and the peers
 
 context_parallel_contenders.py  the contenders of context_parallel.py
 grid.py                         the FlashAttention-3 paper's grid: its cases, options, tables

@@ -1,6 +1,6 @@
 """attention_decode on a GPU: is it right, how near to the memory's bandwidth is it, and which configuration is fastest?
 
-    python -m onepass.bench.suites.decode                     # check, then the grid with FlashAttention-3
+    python -m onepass.bench.suites.decode                     # check, then the grid beside FlashAttention-3
     python -m onepass.bench.suites.decode --quick             # six cases
     python -m onepass.bench.suites.decode --rows              # 4 to 1024 queries a sequence
     python -m onepass.bench.suites.decode --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4

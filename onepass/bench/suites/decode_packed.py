@@ -1,4 +1,4 @@
-"""attention_decode of packed queries on a GPU: prompts in chunks and single tokens, compared with FlashAttention-3.
+"""attention_decode of packed queries on a GPU: prompts in chunks beside single tokens, beside FlashAttention-3.
 
     python -m onepass.bench.suites.decode_packed                                        # check, then all cases
     python -m onepass.bench.suites.decode_packed --variants "dynamic_tiles=False; pack_gqa=False; num_warpgroups=3"
@@ -302,7 +302,7 @@ def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> Ro
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases in CASES (PROMPTS); default: all")
-    parser.add_argument("--prompts", action="store_true", help="the cases in PROMPTS instead of those in CASES")
+    parser.add_argument("--prompts", action="store_true", help="the cases in PROMPTS in place of those in CASES")
     parser.add_argument("--e4m3", action="store_true", help="also over caches in e4m3")
     parser.add_argument("--variants", help='such as "name=value,name=value", several separated by ;')
     parser.add_argument("--seconds", type=float, default=0.05, help="seconds of timing for each contender")

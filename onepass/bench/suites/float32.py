@@ -1,4 +1,4 @@
-"""The forward in float32 on a Hopper GPU: how exact is it, and how fast compared with torch's memory-efficient SDPA?
+"""The forward in float32 on a Hopper GPU: how exact is it, and how fast beside torch's memory-efficient SDPA?
 
     python -m onepass.bench.suites.float32                                        # errors, then the grid
     python -m onepass.bench.suites.float32 --no-check --cases 128c8192,64n512     # some cases only

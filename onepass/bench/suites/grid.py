@@ -86,7 +86,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def split_variants(text: str | None, joint: str = " ") -> list[str]:
-    """The variants of a command line, which are separated by semicolons, with `joint` for all white space."""
+    """The variants of a command line, which are separated by semicolons, with `joint` in place of all white space."""
     return [joint.join(words.split()) for words in (text or "").split(";") if words.strip()]
 
 

@@ -2,7 +2,7 @@
 
     python -m onepass.bench.suites.sm80                       # forward, bf16: check, then the paper's grid
     python -m onepass.bench.suites.sm80 --direction bwd       # the backward pass alone
-    python -m onepass.bench.suites.sm80 --dtype float32       # with torch's memory-efficient SDPA, TF32 off
+    python -m onepass.bench.suites.sm80 --dtype float32       # beside torch's memory-efficient SDPA, TF32 off
     python -m onepass.bench.suites.sm80 --no-check --cases 128c8192 --variants "tile_m=128,tile_n=32; num_stages=1"
 
 The suite runs on any GPU of compute capability 8.0 or more. On Hopper, too, it times these kernels, and not what

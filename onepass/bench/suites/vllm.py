@@ -1,6 +1,6 @@
 """Tokens per second of vLLM with onepass and with vLLM's own attention, on one model and the same requests.
 
-    python -m onepass.bench.suites.vllm --out FILE                 # on a GPU, compared with vLLM's FLASH_ATTN
+    python -m onepass.bench.suites.vllm --out FILE                 # on a GPU, beside vLLM's FLASH_ATTN
     python -m onepass.bench.suites.vllm --small                    # on a CPU, to see that it runs
 
 The model is a Llama with random weights of a fixed seed. A case such as "16x1024" is 16 requests that arrive at once:

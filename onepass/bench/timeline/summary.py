@@ -102,8 +102,8 @@ def table(timelines: list[Timeline]) -> str:
         "exponentials",
         "issuing",
         "waiting",
-        "exponentials during own GEMMs",
-        "during another's",
+        "exponentials beside own GEMMs",
+        "beside another's",
         "issuing at once",
     )
     lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]

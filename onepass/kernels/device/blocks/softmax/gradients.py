@@ -1,6 +1,6 @@
 """P and dS of a backward on accumulators of wgmma or mma with keys in rows and queries in columns.
 
-P and dS are kept in 16 bits, or for float32 inputs in float32, in the registers of S and dP.
+P and dS are kept in 16 bits, or for float32 inputs in float32, in place of S and dP.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class GradientScores:
 
     @cute.jit
     def exponentials(self, acc_s: cute.Tensor, tile, head: Int32, m_block: Int32):
-        """P in the registers of S; with a softcap, also P times its slope."""
+        """P in place of S; with a softcap, P times its slope beside it."""
         scale_log2 = self.scores.scale_log2
         self.mask_if_needed(acc_s, tile, head, m_block, FAR_BELOW if self.is_capped else -math.inf)
         terms = None
@@ -182,7 +182,7 @@ class GradientScores:
 
     @cute.jit
     def make_ds(self, acc_dp: cute.Tensor, tile, head, m_block, minus_delta: cutlass.Constexpr[bool] = False):
-        """dS = P (dP - delta), rounded to 16 bits, or for float32 inputs in dP's registers.
+        """dS = P (dP - delta), rounded to 16 bits, or for float32 inputs in place of dP.
 
         Args: minus_delta: whether acc_dp holds dP - delta already; with dropout it must not.
         """
@@ -220,7 +220,7 @@ class GradientScores:
             else:
                 self.ds_words[i] = pack_pair(*ds, self.kernel.dtype)
             if cutlass.const_expr(self.adds_terms):
-                if cutlass.const_expr(self.is_capped):  # the softcap's derivative does not apply to terms
+                if cutlass.const_expr(self.is_capped):  # terms are added after the softcap: its slope is none of theirs
                     if cutlass.const_expr(is_float32):
                         p = [self.p[2 * i + c] for c in range(2)]
                     else:

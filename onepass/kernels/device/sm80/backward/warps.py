@@ -136,7 +136,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
             return
         self.p_words, self.ds_words = self.gemms.p_words, self.gemms.ds_words
         if self.drops:
-            # P as it was before dropout, in addition to the operand of dV
+            # P as it was before dropout, beside the operand of dV
             self.whole_p = cute.make_rmem_tensor(self.gemms.shape_s, self.kernel.dtype)
             self.p_words = cute.recast_tensor(self.whole_p, Int32)
         if self.is_capped:

@@ -8,7 +8,7 @@ One step, query block i; in brackets what is in the tensor cores' queue, below i
 
 Two warpgroups issue these batches in turns, 0 1 0 1: while the GEMMs of one run, the other has its arithmetic. With
 turns in the second batch alone they drift, and the same kernel runs 15 % faster or slower. With overlap_gradients the
-arithmetic also runs during this warpgroup's own GEMMs: dS during dV, P_(i+1) during dK. Without it dS waits for dV, and
+arithmetic also runs beside this warpgroup's own GEMMs: dS beside dV, P_(i+1) beside dK. Without it dS waits for dV, and
 ptxas moves the exponentials of P_(i+1) behind the wait for dK, whatever the source says. dQ needs the dS of all
 warpgroups; it comes a step late, so that none of them waits for another one's dS. A step holds dK, dV, one accumulator
 (64, tile_m) for S and dP in turn, a share of dQ, and P and dS in 16 bits.
@@ -65,7 +65,7 @@ class Mmas(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a consumer reads and writes, besides the buffers in shared memory."""
+    """What a consumer reads and writes, beside the buffers in shared memory."""
 
     pipes: BackwardPipes
     mmas: Mmas
@@ -338,7 +338,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def clear_keys(self, tile, tiles_of_keys: list):
-        """Clear what tiles of 64 rows of K or V hold past the last key, before any GEMM reads them.
+        """Put zeros in place of what tiles of 64 rows of K or V hold past the last key, before any GEMM reads them.
 
         Args: tiles_of_keys: tiles that have arrived, each with the number of its first key among those of the tile.
         """
@@ -351,7 +351,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
 
     @cute.jit
     def clear_queries(self, tile, m_block: Int32, q_state, do_state):
-        """Clear what a block of Q and of dO holds past the last query, once they arrive.
+        """Put zeros in place of what a block of Q and of dO holds past the last query, once they arrive.
 
         S of the block is masked.
 

@@ -289,7 +289,7 @@ class WideConsumer(BackwardConsumer):
 
     @cute.jit
     def add_pieces(self, tile, block: tuple, seen: Int32, count: Int32, first: cutlass.Constexpr[int]):
-        """Add this warpgroup's pieces of a dQ to global memory, each during the GEMM of the next one.
+        """Add this warpgroup's pieces of a dQ to global memory, each beside the GEMM of the next one.
 
         Args: block: head and number of the query block; seen: what its `look_at_turn` returned.
         """

@@ -26,7 +26,7 @@ AHEAD = 1  # loads, of 4 registers each, that come before a store that does not 
 
 
 def warps_of_rows(keys: int) -> int:
-    """The number of warps that share rows: they take pieces of 16 columns in turn."""
+    """The number of warps that share rows: each of them has every so many-th piece of 16 columns."""
     return WARPS * ROWS // keys
 
 
