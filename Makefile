@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 comma := ,
 
-.PHONY: demo test test-slow test-all test-packages test-vllm nightly mutants lint test-gpu gpu-record docs notebook hub bench clean
+.PHONY: demo test test-slow test-all test-packages test-vllm nightly mutants lint test-gpu gpu-record docs notebook hub bench code-metrics clean
 
 # Rebuilt when the versions or the package's own description change.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -114,6 +114,10 @@ hub:
 
 bench: $(VENV)/installed
 	$(BIN)/onepass bench --device cpu --json benchmarks/results/cpu.json
+
+# Lines of code, docstrings, long signatures, import circles, words.
+code-metrics:
+	$(PYTHON) benchmarks/code_metrics.py
 
 clean:
 	rm -rf $(VENV) $(PACKAGES_VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

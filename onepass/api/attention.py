@@ -87,6 +87,7 @@ _OPTIONS = (
     "precision",
     "backend",
 )
+_RETURN_LSE = _OPTIONS.index("return_lse")
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -101,146 +102,142 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
-def _first_call(
-    inputs: AttentionInputs, max_seqlens: tuple[Any, Any] | None, window: Any, options: tuple, key: tuple | None
-) -> tuple[Tensor, Tensor]:
-    """Check a call, run the operator on the chosen backend, and keep a prepared forward for the next call with its key.
-
-    Args:
-        max_seqlens: max_seqlen_q and max_seqlen_k of `attention_varlen`; None: the call is one of `attention`.
-        options: the values of `_OPTIONS`.
-    """
-    q, k, v = autocast_inputs(*inputs[:3])
-    arguments = dict(zip(_OPTIONS, options, strict=True))
-    precision, backend = arguments.pop("precision"), arguments.pop("backend")
-    arguments |= {"window": window, "sinks": inputs.sinks, "seqused_k": inputs.seqused_k}
-    if max_seqlens is None:
-        problem = check_attention(q, k, v, **arguments)
-    else:
-        problem = check_attention_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            cu_seqlens_k=inputs.cu_seqlens_k,
-            max_seqlen_q=max_seqlens[0],
-            max_seqlen_k=max_seqlens[1],
-            **arguments,
-        )
-    inputs = AttentionInputs(q, k, v, *inputs[3:])
-    lost_gradients.refuse_forward_mode(*inputs[:4])
-    tuning, device = arguments["tuning"], q.device
-    if precision is not None:
-        fp8.check_precision(precision, q)
-        exact_lse = bool(arguments["return_lse"])
-        forward = dispatch.require(quantize.quantized_problem(problem, exact_lse), backend, tuning, device)
-        gradients = dispatch.require(problem, backend, None, device)
-        operator_options = ops.options_of(problem, choice.backend_argument(gradients, backend), tuning)
-        forward_argument = choice.backend_argument(forward, backend)
-        out, lse = OPERATORS.attention_fp8(*inputs, *operator_options, forward_argument, exact_lse)
-        if key is not None and not out.is_meta:
-            fast_path.keep(key, quantize.prepare_call(forward, problem, inputs, tuning, exact_lse))
-        return out, lse
-    name = dispatch.require(problem, backend, tuning, device)
-    operator_options = ops.options_of(problem, choice.backend_argument(name, backend), tuning)
-    out, lse = OPERATORS.attention_forward(*inputs, *operator_options)
-    if key is not None and not out.is_meta:
-        fast_path.keep(key, dispatch.prepare(name, problem, device, tuning))
-    return out, lse
-
-
-def _modified_call(
+def _call(
+    function: str,
     inputs: AttentionInputs,
-    given: tuple,
-    dropout_p: Any,
     max_seqlens: tuple[Any, Any] | None,
     window: Any,
     options: tuple,
-) -> tuple[Tensor, Tensor]:
-    """Check a call with modifiers, and run the operator on the chosen backend.
+    given: tuple,
+    dropout_p: Any,
+) -> Tensor | AttentionOutput:
+    """A call of the public function of this name, with arguments as they were given.
 
-    Args: given: the values of `validation.modifiers.NAMES`. All others: as for `_first_call`.
+    Args:
+        inputs: q may be a `QuantizedQKV`.
+        max_seqlens: max_seqlen_q and max_seqlen_k of `attention_varlen`; None: the call is one of `attention`.
+        options: the values of `_OPTIONS`. given: the values of `validation.modifiers.NAMES`.
+    """
+    has_modifiers = modifier_checks.are_given(given, dropout_p)
+    if isinstance(inputs.q, QuantizedQKV):
+        if has_modifiers:
+            modifier_checks.refuse_modifiers("with a QuantizedQKV", given, dropout_p)
+        result = _quantized_call(function, inputs, max_seqlens, window, options)
+    elif has_modifiers:
+        result = _first_call(inputs, max_seqlens, window, options, None, given, dropout_p)
+    else:
+        key = fast_path.key_of(function, inputs, window, options)
+        forward = fast_path.find(key)
+        if forward is None:
+            result = _first_call(inputs, max_seqlens, window, options, key)
+        else:
+            if max_seqlens is not None:
+                check_max_seqlens(*max_seqlens)
+            result = forward(inputs)
+    return AttentionOutput(*result) if options[_RETURN_LSE] else result[0]
+
+
+def _first_call(
+    inputs: AttentionInputs,
+    max_seqlens: tuple[Any, Any] | None,
+    window: Any,
+    options: tuple,
+    key: tuple | None,
+    given: tuple | None = None,
+    dropout_p: Any = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Check a call, run the operator on the chosen backend, and keep a prepared forward for the next call with its key.
+
+    Args: as for `_call`. key: None: no forward is kept. given: None: the call has no modifiers.
     """
     q, k, v = autocast_inputs(*inputs[:3])
+    inputs = inputs._replace(q=q, k=k, v=v)
     arguments = dict(zip(_OPTIONS, options, strict=True))
     precision, backend = arguments.pop("precision"), arguments.pop("backend")
-    if precision is not None:
-        modifier_checks.refuse_modifiers(f"with precision={precision!r}", given, dropout_p)
-    named = dict(zip(modifier_checks.NAMES, given, strict=True))
-    named["alibi_slopes"] = modifier_checks.in_float32(named["alibi_slopes"])
     arguments |= {"window": window, "sinks": inputs.sinks, "seqused_k": inputs.seqused_k}
-    arguments["modifiers"] = {"given": named, "dropout_p": dropout_p}
+    modifiers: dict[str, Any] = {}
+    if given is not None:
+        if precision is not None:
+            modifier_checks.refuse_modifiers(f"with precision={precision!r}", given, dropout_p)
+        modifiers = dict(zip(modifier_checks.NAMES, given, strict=True))
+        modifiers["alibi_slopes"] = modifier_checks.in_float32(modifiers["alibi_slopes"])
+        arguments["modifiers"] = {"given": modifiers, "dropout_p": dropout_p}
     if max_seqlens is None:
         problem = check_attention(q, k, v, **arguments)
     else:
-        packed: dict[str, Any] = {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
-        packed |= zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True)
-        problem = check_attention_varlen(q, k, v, **packed, **arguments)
-    if not problem.has_modifiers:
-        return _first_call(inputs, max_seqlens, window, options, None)
-    state = philox.random_state(q.device) if problem.dropout_p else None
-    modified_inputs = ModifiedInputs(q, k, v, *inputs[3:], Modifiers(**named, dropout_state=state))
-    tensors = q, k, v, inputs.sinks, *named.values()
+        arguments |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+        arguments |= zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True)
+        problem = check_attention_varlen(q, k, v, **arguments)
+    tensors = q, k, v, inputs.sinks, *modifiers.values()
     lost_gradients.refuse_forward_mode(*(t for t in tensors if isinstance(t, Tensor)))
-    tuning = arguments["tuning"]
-    name = dispatch.require(problem, backend, tuning, q.device)
+    tuning, device = arguments["tuning"], q.device
+    if precision is None:
+        name = dispatch.require(problem, backend, tuning, device)
+    else:
+        fp8.check_precision(precision, q)
+        exact_lse = bool(arguments["return_lse"])
+        forward = dispatch.require(quantize.quantized_problem(problem, exact_lse), backend, tuning, device)
+        name = dispatch.require(problem, backend, None, device)  # it computes the gradients
     operator_options = ops.options_of(problem, choice.backend_argument(name, backend), tuning)
-    return OPERATORS.attention_modified_forward(
-        *modified.arguments_of(modified_inputs, problem.dropout_p, operator_options)
-    )
+    if problem.has_modifiers:
+        state = philox.random_state(device) if problem.dropout_p else None
+        modified_inputs = ModifiedInputs(*inputs, Modifiers(**modifiers, dropout_state=state))
+        return OPERATORS.attention_modified_forward(
+            *modified.arguments_of(modified_inputs, problem.dropout_p, operator_options)
+        )
+    if precision is None:
+        out, lse = OPERATORS.attention_forward(*inputs, *operator_options)
+    else:
+        forward_argument = choice.backend_argument(forward, backend)
+        out, lse = OPERATORS.attention_fp8(*inputs, *operator_options, forward_argument, exact_lse)
+    if key is not None and not out.is_meta:
+        prepared = (
+            dispatch.prepare(name, problem, device, tuning)
+            if precision is None
+            else quantize.prepare_call(forward, problem, inputs, tuning, exact_lse)
+        )
+        fast_path.keep(key, prepared)
+    return out, lse
 
 
-def _run_quantized(
-    quantized: QuantizedQKV,
-    k: Any,
-    v: Any,
-    packed: tuple[Any, Any, Any, Any] | None,
-    sinks: Any,
-    seqused_k: Any,
-    window: Any,
-    options: tuple,
+def _quantized_call(
+    function: str, inputs: AttentionInputs, max_seqlens: tuple[Any, Any] | None, window: Any, options: tuple
 ) -> tuple[Tensor, Tensor]:
-    """Check and run a call whose tensors are in FP8 already.
-
-    Args:
-        packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of `attention_varlen`; None: the call is one
-            of `attention`.
-        options: the values of `_OPTIONS`.
-    """
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None,) * 4
+    """`_call` without modifiers, where q is a `QuantizedQKV`."""
+    quantized, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
+    assert isinstance(quantized, QuantizedQKV)
     descales = quantized.descales
-    inputs = QuantizedInputs(
+    quantized_inputs = QuantizedInputs(
         quantized.q, quantized.k, quantized.v, descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k
     )
+    layout = quantized.dtype, quantized.q_block, quantized.kv_block, quantized.v_keys_last
     key = None
     if k is v is quantized.score_shift is quantized.v_mean is None:
-        function = "attention of QuantizedQKV" if packed is None else "attention_varlen of QuantizedQKV"
-        layout = quantized.dtype, quantized.q_block, quantized.kv_block, quantized.v_keys_last
-        key = fast_path.key_of(function, (*inputs[:3], *descales, *inputs[4:]), window, (*options, *layout))
+        tensors = (*quantized_inputs[:3], *descales, *quantized_inputs[4:])
+        key = fast_path.key_of(f"{function} of QuantizedQKV", tensors, window, (*options, *layout))
         forward = fast_path.find(key)
         if forward is not None:
-            check_max_seqlens(max_seqlen_q, max_seqlen_k)
-            return forward(inputs)
+            if max_seqlens is not None:
+                check_max_seqlens(*max_seqlens)
+            return forward(quantized_inputs)
     arguments = dict(zip(_OPTIONS, options, strict=True))
     backend = arguments.pop("backend")
     arguments |= {"window": window, "sinks": sinks, "seqused_k": seqused_k}
-    if packed is not None:
+    if max_seqlens is not None:
+        packed = cu_seqlens_q, cu_seqlens_k, *max_seqlens
         arguments |= zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed, strict=True)
     problem = fp8.check_quantized_call(quantized, k, v, **arguments)
     assert problem.quantization is not None
     tuning = arguments["tuning"]
     name = dispatch.require(problem, backend, tuning, quantized.q.device)
     out, lse = OPERATORS.attention_quantized(
-        *inputs[:3],
+        *quantized_inputs[:3],
         # a sink is compared with scores, so it is left out until the scores have their shift again
         sinks if quantized.score_shift is None else None,
-        *inputs[5:],
+        *quantized_inputs[5:],
         *ops.options_of(problem, choice.backend_argument(name, backend), tuning),
         *descales,
-        quantized.dtype,
-        quantized.q_block,
-        quantized.kv_block,
-        quantized.v_keys_last,
+        *layout,
         problem.quantization.exact_lse,
     )
     if key is not None and not out.is_meta:
@@ -383,20 +380,9 @@ def attention(
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend
     given = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
-    if isinstance(q, QuantizedQKV):
-        if modifier_checks.are_given(given, dropout_p):
-            modifier_checks.refuse_modifiers("with a QuantizedQKV", given, dropout_p)
-        out, lse = _run_quantized(q, k, v, None, sinks, seqused_k, window, options)
-        return AttentionOutput(out, lse) if return_lse else out
     # validation checks their types
     inputs = AttentionInputs(q, k, v, sinks, None, None, seqused_k)  # type: ignore[arg-type]
-    if modifier_checks.are_given(given, dropout_p):
-        out, lse = _modified_call(inputs, given, dropout_p, None, window, options)
-        return AttentionOutput(out, lse) if return_lse else out
-    key = fast_path.key_of("attention", inputs, window, options)
-    forward = fast_path.find(key)
-    out, lse = forward(inputs) if forward is not None else _first_call(inputs, None, window, options, key)
-    return AttentionOutput(out, lse) if return_lse else out
+    return _call("attention", inputs, None, window, options, given, dropout_p)
 
 
 @overload
@@ -493,22 +479,6 @@ def attention_varlen(
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend
     given = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
-    if isinstance(q, QuantizedQKV):
-        if modifier_checks.are_given(given, dropout_p):
-            modifier_checks.refuse_modifiers("with a QuantizedQKV", given, dropout_p)
-        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        out, lse = _run_quantized(q, k, v, packed, sinks, seqused_k, window, options)
-        return AttentionOutput(out, lse) if return_lse else out
     # validation checks their types
     inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)  # type: ignore[arg-type]
-    if modifier_checks.are_given(given, dropout_p):
-        out, lse = _modified_call(inputs, given, dropout_p, (max_seqlen_q, max_seqlen_k), window, options)
-        return AttentionOutput(out, lse) if return_lse else out
-    key = fast_path.key_of("attention_varlen", inputs, window, options)
-    forward = fast_path.find(key)
-    if forward is not None:
-        check_max_seqlens(max_seqlen_q, max_seqlen_k)
-        out, lse = forward(inputs)
-    else:
-        out, lse = _first_call(inputs, (max_seqlen_q, max_seqlen_k), window, options, key)
-    return AttentionOutput(out, lse) if return_lse else out
+    return _call("attention_varlen", inputs, (max_seqlen_q, max_seqlen_k), window, options, given, dropout_p)

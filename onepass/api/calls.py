@@ -135,7 +135,8 @@ def warmup(
         problem, requested, tuning, may_have_dlse = problem_of_call("warmup", one, backend, gradients)
         name = dispatch.require_to_compile(problem, requested, tuning)
         if name is not None:
-            has_dlse = () if not gradients else (False, True) if may_have_dlse else (False,)
+            has_gradients = gradients and not isinstance(arguments.get("q"), QuantizedQKV)
+            has_dlse = () if not has_gradients else (False, True) if may_have_dlse else (False,)
             jobs += jobs_of(name, problem, tuning, has_dlse)
     return pool.compile_all(jobs, workers)
 
@@ -254,6 +255,9 @@ def jobs_of(
     forward = tuning or dispatch.forward_config(backend, own)
     request, *helpers = dispatch.forward_requests(backend, own, forward)
     jobs = [Job(backend, own, forward, request), *(Job(backend, own, None, helper) for helper in helpers)]
+    if (quantization := problem.quantization) is not None:
+        # the gradients of attention(..., precision="fp8") are those of its 16-bit tensors
+        problem = replace(problem, dtype=quantization.out_dtype, quantization=None)
     for is_with_dlse in has_dlse:
         requests = dispatch.backward_requests(backend, problem, is_with_dlse)
         backward = dispatch.backend_of_backward(backend, problem)

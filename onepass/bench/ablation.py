@@ -18,13 +18,13 @@ from ..dispatch import backends
 from ..errors import UnsupportedError
 from ..kernels.config import HOPPER
 from ..problem import AttentionInputs, AttentionProblem, Mask
-from . import rows as results
+from ..testing import results
+from ..testing.machine import describe
+from ..tuning.timing import Samples
 from .cases import Case, Direction
-from .machine import describe
 from .peers import Attend, Contender, find_peers
 from .rows import Options, new_row
 from .run import side_stream, time_contenders, use_device
-from .timing import Samples
 
 # Table 2 measures the forward without a mask in fp16.
 PAPER_BATCH, PAPER_SEQLEN, PAPER_HEADS, PAPER_HEAD_DIM = 4, 8448, 16, 128

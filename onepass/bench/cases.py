@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from ..validation.tensors import SUPPORTED_DTYPES, short_name
+
 Direction = Literal["fwd", "bwd"]
 Measure = Literal["time", "memory", "decode"]
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-}
+DTYPES = {short_name(dtype): dtype for dtype in SUPPORTED_DTYPES}
 
 
 @dataclass(frozen=True)

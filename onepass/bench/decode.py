@@ -23,12 +23,13 @@ import onepass
 from ..api import decode_calls
 from ..dispatch import decode
 from ..problem.decode import DecodeProblem
+from ..testing.results import Row, reason_of
+from ..tuning.timing import CudaSampler, Sampler, Samples, cpu_sampler, measure_interleaved
 from .cases import Case, Inputs
 from .check import Oracle
 from .flops import bytes_moved, kv_bytes
 from .peers import Found
-from .rows import Options, Row, fill_ratios, new_row, reason_of
-from .timing import CudaSampler, Sampler, Samples, cpu_sampler, measure_interleaved
+from .rows import Options, fill_ratios, new_row
 
 PAGE_SIZES = (16, 64, 256)
 MOST_COPIES = 64

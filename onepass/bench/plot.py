@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .machine import counted
+from ..testing.machine import counted
 
 Row = dict[str, Any]
 
@@ -25,6 +25,7 @@ _COLORS = {
     "fa4": "#7a5195",
 }
 _FALLBACK = "#555555"
+INK, MUTED, LINES = "#1f2933", "#6b7785", "#e3e8ed"  # text, what matters less, lines behind the data
 
 
 def plot(report: dict[str, Any], path: Path) -> list[Path]:

@@ -11,22 +11,24 @@ from typing import Any
 
 import torch
 
-from . import decode, rows
+from ..testing import results
+from ..testing.machine import describe
+from ..testing.results import Row, reason_of
+from ..tuning.timing import Call, CudaSampler, Sampler, Samples, cpu_sampler, input_copies, measure_interleaved
+from . import decode
 from .cases import DTYPES, Case, CaseSet, Inputs, make_inputs
 from .check import Oracle
 from .flops import bytes_moved, flops, score_matrix_bytes, visible_pairs
-from .machine import describe
 from .memory import measure_in_subprocess
 from .peers import Contender, Found, ask_support, find_peers, onepass_contender, prepare, without_window
-from .rows import Options, Row, fill_ratios, new_row, reason_of
-from .timing import Call, CudaSampler, Sampler, Samples, cpu_sampler, input_copies, measure_interleaved
+from .rows import Options, fill_ratios, new_row
 
 GEMM = "gemm"
 GEMM_ROUNDS = 7
 
 
 @dataclass
-class Report(rows.Report):
+class Report(results.Report):
     """The results file of case sets, with a summary of its rows."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from ..bench.cases import CASE_SETS, DTYPES, Case, CaseSet, get_case_set, select
 from ..bench.flops import flops
-from ..bench.machine import counted
 from ..bench.peers import PEERS
 from ..bench.rows import Options
 from ..bench.run import Report, run
+from ..testing.machine import counted
 from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, require_output, require_plot, resolve_device
 
 _CONTEXT_PARALLEL = "context-parallel"  # a suite of its own, whose processes torchrun starts
@@ -100,14 +100,18 @@ def _confirm_on_cpu(paper: CaseSet) -> None:
 
 def _bench_context_parallel(device: str, path: Path | None, rounds: int | None, only: str | None, peers: bool) -> int:
     """Run this rank of the suite; on a CPU its small cases. `only` has words of cases. Returns: the exit status."""
-    from ..bench.suites import context_parallel
+    from ..bench.clone import load
 
+    try:
+        suite = load("benchmarks.suites.context_parallel").SUITE
+    except ImportError as error:
+        fail(str(error))
     device_type = device.partition(":")[0]
     arguments = ["--device", device_type, "--peers", str(int(peers)), "--cases", only or ""]
     arguments += ["--smoke"] if device_type == "cpu" else []
     arguments += ["--rounds", str(rounds)] if rounds is not None else []
     arguments += ["--out", str(path)] if path is not None else []
-    return context_parallel.main(arguments)
+    return suite.main(arguments)
 
 
 def _run_with_progress(console: Console, case_sets: list[CaseSet], options: Options, path: Path | None) -> Report:

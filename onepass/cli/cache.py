@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..bench.rows import check_output
+from ..testing.results import check_output
 from .console import TABLE_STYLE, fail, make_console, printable, words_of
 
 app = typer.Typer(invoke_without_command=True)

@@ -18,9 +18,9 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from ..bench.machine import counted
-from ..bench.rows import check_output
 from ..startup import INTERRUPTED as INTERRUPTED
+from ..testing.machine import counted
+from ..testing.results import check_output
 
 WIDE = 140  # columns in which every table has room
 # Without vertical lines more columns fit into a terminal.

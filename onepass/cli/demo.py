@@ -19,7 +19,7 @@ from rich.table import Table
 
 import onepass
 
-from ..bench.rows import write_json
+from ..testing.results import write_json
 from . import demo_layer, demo_search
 from .console import INTERRUPTED, TABLE_STYLE, Steps, make_console, require_output, resolve_device
 from .demo_layer import GIB, LayerReport, Row

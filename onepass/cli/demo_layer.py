@@ -23,9 +23,9 @@ from torch import Tensor
 import onepass
 
 from .. import reference
-from ..bench.machine import counted
 from ..bench.memory import peak_of
 from ..testing import Comparison, compare, compare_gradients
+from ..testing.machine import counted
 
 GIB = 2**30
 NUM_HEADS_Q, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128

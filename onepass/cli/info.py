@@ -14,10 +14,10 @@ from rich.table import Table
 import onepass
 
 from .. import variables
-from ..bench.machine import counted, cpu_model, package_versions
 from ..bench.peers import PEERS, find_peers
 from ..dispatch import backends, choice
 from ..kernels.config.arch import unproven
+from ..testing.machine import counted, cpu_model, package_versions
 from .console import TABLE_STYLE, make_console, resolve_device
 
 

@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 
 from ..bench.cases import DTYPES, Case
-from ..bench.machine import describe
 from ..errors import UnsupportedError
+from ..testing.machine import describe
 from .ablate import DIRECTIONS
 from .console import TABLE_STYLE, fail, make_console, require_output, require_plot, resolve_device
 

@@ -13,10 +13,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from ..bench.cases import DTYPES, get_case_set, select
-from ..bench.machine import describe
-from ..bench.rows import Report
 from ..errors import UnsupportedError
 from ..kernels.config import LaunchConfig
+from ..testing.machine import describe
+from ..testing.results import Report
 from ..tuning import TuningResult, tasks_of
 from ..tuning.result import Progress as Listener
 from ..tuning.result import Task, changes, summary

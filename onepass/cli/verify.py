@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ..bench.cases import DTYPES
 from ..testing import Call, Comparison, table3
+from ..validation.tensors import SUPPORTED_DTYPES, short_name
 from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, require_output, resolve_device
 
 
@@ -48,13 +48,13 @@ def verify(
 
     rows: list[ErrorRow] = []
     outliers: list[Any] = []
-    total = len(DTYPES) * len(options) + table3.steps(seeds)
+    total = len(SUPPORTED_DTYPES) * len(options) + table3.steps(seeds)
     is_interrupted = False
     with Steps(console, "verify", total) as steps:
         try:
-            for dtype in DTYPES:
+            for dtype in SUPPORTED_DTYPES:
                 for option, build in options.items():
-                    rows.append(_error_row(dtype, option, build(DTYPES[dtype], device)))
+                    rows.append(_error_row(short_name(dtype), option, build(dtype, device)))
                     steps.advance()
             outliers = list(table3.table3(outlier_seqlen, device, seeds, steps.advance))
         except KeyboardInterrupt:
@@ -82,7 +82,7 @@ def verify(
         _write_json(json_path, device, rows, outliers)
         console.print(f"wrote {json_path}")
     if is_interrupted:
-        fail(f"interrupted after {len(rows)} of {len(DTYPES) * len(options)} rows", code=INTERRUPTED)
+        fail(f"interrupted after {len(rows)} of {len(SUPPORTED_DTYPES) * len(options)} rows", code=INTERRUPTED)
     bad = sum(not row.ok for row in rows) + sum(not o.ok for o in outliers)
     if bad:
         fail(f"{bad} of {len(rows) + len(outliers)} rows are over their budget", code=1)
@@ -163,8 +163,8 @@ def _error_row(dtype: str, option: str, call: Call) -> ErrorRow:
 
 
 def _write_json(path: Path, device: str, rows: list[ErrorRow], outliers: list[table3.RmsError]) -> None:
-    from ..bench.machine import describe
-    from ..bench.rows import write_json
+    from ..testing.machine import describe
+    from ..testing.results import write_json
 
     content = {
         "header": describe(device),

@@ -1,4 +1,4 @@
-"""Input makers, error budgets and random problems for the tests and the benchmarks."""
+"""Input makers, error budgets, random problems and results files for the tests and the benchmarks."""
 
 from .budget import Comparison, compare, compare_gradients, compare_lse, fp8_budget
 from .decoding import DecodeCall, random_decode_call

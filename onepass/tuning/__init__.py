@@ -3,6 +3,7 @@
 space.py     the configurations that are worth timing   race.py    timing in turns, and which differences count
 launches.py  random data, launches, their results       result.py  what is tuned, and the result
 tuner.py     all of it together, into the table of kernels/heuristics/tuned.py, where launches look
+timing.py    times of calls, in turns, on CPU and CUDA
 """
 
 from __future__ import annotations

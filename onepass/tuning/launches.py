@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bench.timing import CudaSampler, Sampler, input_copies
 from ..dispatch import attention as dispatch
 from ..dispatch import backends
 from ..kernels.config import LaunchConfig
 from ..kernels.heuristics.tuned import Direction
 from ..problem import AttentionInputs, AttentionProblem
+from .timing import CudaSampler, Sampler, input_copies
 
 MAX_COPIES = 4  # copies of the inputs hold memory besides the results of every configuration
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..bench.timing import Sampler, Samples, Spread, measure_interleaved
+from .timing import Sampler, Samples, Spread, measure_interleaved
 
 HEAT_ROUNDS = 5
 FINAL_ROUNDS = 25

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..api import fast_path
-from ..bench.timing import Sampler
 from ..dispatch import attention as dispatch
 from ..dispatch import backends
 from ..kernels.compiler import compile, disk_cache
@@ -22,6 +21,7 @@ from .launches import Launches, difference
 from .race import FINAL_ROUNDS, Verdict, race
 from .result import Candidate, Progress, Task, TuningResult, changes, summary
 from .space import MAX_CANDIDATES, candidates
+from .timing import Sampler
 
 
 class Refusal(NamedTuple):

@@ -7,6 +7,7 @@ import torch
 
 import onepass
 from onepass.api import calls, fast_path
+from onepass.compat import flash_attn_3, flash_attn_4
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.kernels.heuristics.sm90 import forward_config_sm90
@@ -106,6 +107,22 @@ def test_compiled_calls(codes, backend):
     q.requires_grad_()
     torch.compile(run, fullgraph=True, backend=backend)(q, k, v)
     assert codes == [True, False, False]
+
+
+def test_functions_of_flash_attn(codes):
+    """They compute lse only for callers that ask for it, though flash-attn's kernels always do."""
+    e4m3 = [t.to(torch.float8_e4m3fn) for t in make()]
+    packed, lengths = [t.flatten(0, 1) for t in e4m3], [torch.tensor([0, 70, 140], dtype=torch.int32)] * 2
+    for name, with_lse in ((flash_attn_3, "return_attn_probs"), (flash_attn_4, "return_lse")):
+        for given, more in ((e4m3, ()), (packed, (*lengths, 70, 70))):
+            function = name.flash_attn_varlen_func if more else name.flash_attn_func
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            options = dict(zip(names, more, strict=False))
+            plain = function(*given, **options)
+            out, lse = function(*given, **options, **{with_lse: True})
+            assert lse.shape == ((4, 140) if more else (2, 4, 70))
+            assert (plain if name is flash_attn_3 else plain[0]).shape == out.shape
+    assert codes == [True, False] * 4
 
 
 def test_centered_keys_with_sinks(codes):

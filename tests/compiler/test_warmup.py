@@ -106,6 +106,12 @@ def test_a_gradient_of_lse_needs_lse(compiled, call, kernel, others):
     assert len(compiled) == 3 + others
 
 
+def test_gradients_of_fp8_calls_are_those_of_the_16_bit_tensors(compiled):
+    fp8, plain = (onepass.warmup([c], backend="sm90", gradients=True) for c in (CALL | {"precision": "fp8"}, CALL))
+    assert fp8[0].problem.quantization.exact_lse
+    assert plain[1:] == [kernel._replace(was_cached=True) for kernel in fp8[1:]]
+
+
 @pytest.mark.parametrize("name", ["alibi_slopes", "bias"])
 def test_terms_that_require_a_gradient_have_one(compiled, name):
     """The forward does not depend on it: it has one kernel."""

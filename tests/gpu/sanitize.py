@@ -44,6 +44,11 @@ BACKWARD_CASES = {
     "backward, rows without keys": case(200, 70, heads=(1, 1), head_dim=64, causal=True),
     "backward, grouped heads, sinks, softcap": case(100, 150, heads=(4, 2), head_dim=64, sinks=True, softcap=5.0),
     "backward, head_dim 256": case(70, 200, heads=(1, 1), head_dim=256, causal=True),
+    # pairs of thread blocks: whole and half pairs, more of them than multiprocessors
+    "backward, head_dim 256, packed": case(
+        (1, 0, 300, 20), (70, 5, 280, 0), heads=(2, 1), head_dim=256, causal=True, slack=2
+    ),
+    "backward, head_dim 256, many tiles": case(70, 400, heads=(40, 40), head_dim=256),
     "backward, head_dim 40 and 72": case(70, 90, heads=(1, 1), head_dim=40, head_dim_v=72),
     "backward, head_dim 192 and 128": case(70, 150, heads=(1, 1), head_dim=192, head_dim_v=128, causal=True),
     "backward, packed": case((1, 0, 130, 20), (70, 5, 140, 0), heads=(2, 1), head_dim=128, causal=True, slack=2),

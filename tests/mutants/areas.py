@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
+MEASUREMENTS = "measurements: no value of a result depends on them"
 LAYOUTS = "layouts of copies: a wrong one does not compile, or is Hopper's"
 SM90_DEVICE = "device code of Hopper kernels: no test without a GPU runs it by value"
 
@@ -454,7 +455,10 @@ OUT_OF_REACH = {
     "onepass/kernels/device/blocks/memory/layouts.py": LAYOUTS,
     "onepass/kernels/device/blocks/memory/ptx.py": "text of instructions, and Hopper's",
     "onepass/errors.py": "names of errors",
-    "onepass/bench/*": "measurements: no value of a result depends on them",
+    "onepass/bench/*": MEASUREMENTS,
+    "onepass/tuning/timing.py": MEASUREMENTS,
+    "onepass/testing/machine.py": MEASUREMENTS,
+    "onepass/testing/results.py": MEASUREMENTS,
     "onepass/kernels/heuristics/*": "which configuration is fast: no value depends on it",
     "onepass/kernels/config*": "which configurations there are: their shipped ones are compiled by other tests",
     "onepass/distributed/parallel_style.py": "an interface",

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import torch
 
-from onepass.bench.machine import describe
-from onepass.bench.rows import SCHEMA_VERSION
+from onepass.testing.machine import describe
+from onepass.testing.results import SCHEMA_VERSION
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("fa2", "fa3", "fa4")

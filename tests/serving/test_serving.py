@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import serve
 
-from onepass.bench.suites import vllm as vllm_bench
+from benchmarks.suites import vllm as vllm_bench
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 # In 16 bits two tokens whose logarithms are this close may change places: a logit of 8 is rounded by up to 0.03.
@@ -92,7 +92,7 @@ def test_tokens_from_an_e4m3_cache(folder, served):
 def test_bench(tmp_path):
     """The program that measures tokens a second, on a small model: on a CPU both run, and their tokens agree."""
     path = tmp_path / "vllm.json"
-    assert vllm_bench.main(["--small", "--repeats=2", "--rounds=2", f"--out={path}"]) == 0
+    assert vllm_bench.SUITE.main(["--small", "--repeats=2", "--rounds=2", f"--out={path}"]) == 0
     content = json.loads(path.read_text())
     assert (content["status"], content["header"]["new_tokens"]) == ("complete", 6)
     assert [row["requests"] for row in content["rows"]] == [1, 3]

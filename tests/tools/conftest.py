@@ -6,7 +6,8 @@ import types
 import pytest
 import torch
 
-from onepass.bench import memory, timing
+from onepass.bench import memory
+from onepass.tuning import timing
 
 
 @pytest.fixture(scope="module", autouse=True)

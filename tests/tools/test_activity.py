@@ -2,7 +2,7 @@
 
 import pytest
 
-from onepass.bench.activity import Activity, kind_of, picture, summary
+from benchmarks.harness.activity import Activity, kind_of, picture, summary
 
 # attention, a message that is half beside it, a copy beside nothing, a pause, and another kernel
 CALL = [

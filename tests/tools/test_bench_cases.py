@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from onepass import reference
-from onepass.bench import machine
 from onepass.bench.cases import CASE_SETS, Case, get_case_set, make_inputs, select
 from onepass.bench.check import Oracle, Sample, choose_samples, expected_rows
 from onepass.bench.flops import bytes_moved, flops, output_bytes, score_matrix_bytes, visible_pairs
 from onepass.problem import Mask
+from onepass.testing import machine
 
 SHAPES = [
     Case.square(5, 2, 4, dtype="float32"),

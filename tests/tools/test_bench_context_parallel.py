@@ -14,10 +14,11 @@ import pytest
 import torch
 from ranks import loopback
 
+from benchmarks.suites import context_parallel as suite
+from benchmarks.suites import context_parallel_cases as cases
+from benchmarks.suites import context_parallel_contenders as contenders
 from onepass import distributed
-from onepass.bench.suites import context_parallel as suite
-from onepass.bench.suites import context_parallel_contenders as contenders
-from onepass.bench.timing import Samples
+from onepass.tuning.timing import Samples
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ def test_command_on_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     data = json.loads(path.read_text())
     assert data["status"] == "complete"
-    assert [row["kind"] for row in data["rows"]] == list(suite.KINDS)
+    assert [row["kind"] for row in data["rows"]] == list(cases.KINDS)
     for row in data["rows"]:
         assert done.stdout.count(f"{row['case']} on 2 ranks") == 1  # one rank prints
         assert row["failed"] == {}
@@ -53,7 +54,8 @@ def test_command_on_two_ranks(tmp_path):
 def one_rank(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield suite.Ranks(torch.device("cpu"), 0, 1)
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def test_wrong_results_are_not_timed(one_rank, monkeypatch):
@@ -61,12 +63,13 @@ def test_wrong_results_are_not_timed(one_rank, monkeypatch):
     right = distributed.attention
     monkeypatch.setattr(contenders.distributed, "attention", lambda *a, **k: _scaled(right(*a, **k)))
     args = argparse.Namespace(activity=False, graphs=False, rounds=1, sample_ms=0.1, peers=0, out=None)
-    case = suite.ContextCase("causal", 4, 2, 20, "fwd", 16)
-    row = suite.measure(case, args, one_rank)
+    case = cases.ContextCase("causal", 4, 2, 20, "fwd", 16)
+    args.chosen, args.ranks = [case], one_rank
+    row = suite.measured(case, args, one_rank)
     assert set(row["contenders"]) == {"one device"}
     assert set(row["failed"]) == {"onepass heads", "onepass keys"}
     assert all("expected an error up to" in reason for reason in row["failed"].values())
-    assert suite.run([case], args, one_rank) == 1
+    assert suite.SUITE.run(args, {}) == 1
 
 
 def _scaled(found):
@@ -78,7 +81,7 @@ def test_graphs_are_timed_beside_calls(one_rank, monkeypatch):
     names = []
     monkeypatch.setattr(suite, "Captured", lambda work: names.append(work) or work)
     args = argparse.Namespace(activity=False, graphs=True, rounds=1, sample_ms=0.1, peers=0, out=None)
-    row = suite.measure(suite.ContextCase("causal", 4, 2, 20, "fwd", 16), args, one_rank)
+    row = suite.measured(cases.ContextCase("causal", 4, 2, 20, "fwd", 16), args, one_rank)
     engines = {"onepass heads", "onepass keys"}
     assert set(row["contenders"]) == {"one device", *engines, *(f"{name}, graph" for name in engines)}
     assert len(names) == 2
@@ -104,7 +107,7 @@ def test_a_graph_keeps_the_tensors_that_it_reads(monkeypatch):
 
 
 def test_cases():
-    four = suite.cases(4)
+    four = cases.cases(4)
     assert len(four) == 28
     assert {case.tokens for case in four} == {32768, 65536}
     assert {case.tokens for case in four if case.kind == "window"} == {65536}
@@ -117,14 +120,14 @@ def test_cases():
 
 
 def test_flops():
-    causal = suite.ContextCase("causal", 4, 2, 100, "fwd", 16)
+    causal = cases.ContextCase("causal", 4, 2, 100, "fwd", 16)
     assert causal.flops == 4 * 16 * 4 * 100 * 101 // 2
-    assert suite.ContextCase("causal", 4, 2, 100, "fwd+bwd", 16).flops == causal.flops * 7 // 2
-    assert suite.ContextCase("window", 4, 2, 100, "fwd", 16, window=1).flops == 4 * 16 * 4 * 100
+    assert cases.ContextCase("causal", 4, 2, 100, "fwd+bwd", 16).flops == causal.flops * 7 // 2
+    assert cases.ContextCase("window", 4, 2, 100, "fwd", 16, window=1).flops == 4 * 16 * 4 * 100
 
 
 def test_shares():
-    case = suite.ContextCase("full", 4, 4, 64, "fwd", 16)
+    case = cases.ContextCase("full", 4, 4, 64, "fwd", 16)
     ms = {"one device": [8.0, 8.0], "onepass heads": [2.5, 2.5], "own": [2.0, 2.0]}
     prepared = {name: suite.Prepared(lambda: None, lambda: None) for name in ms}
     prepared["one device"].facts["peak_bytes"] = 4000
@@ -139,11 +142,11 @@ def test_shares():
 def test_without_torchrun(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit, match="expected a process of torchrun"):
-        suite.main(["--device", "cpu", "--smoke"])
+        suite.SUITE.main(["--device", "cpu", "--smoke"])
 
 
 def test_graphs_need_gpus(one_rank, monkeypatch, capsys):
     monkeypatch.setattr(suite.Ranks, "join", lambda device: one_rank)
     with pytest.raises(SystemExit):
-        suite.main(["--device", "cpu", "--smoke", "--graphs"])
+        suite.SUITE.main(["--device", "cpu", "--smoke", "--graphs"])
     assert "--graphs: expected GPUs, got --device cpu" in capsys.readouterr().err

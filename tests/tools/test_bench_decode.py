@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,13 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 import onepass
+from benchmarks.harness import suite as harness
+from benchmarks.suites import decode as suite_module
+from benchmarks.suites import decode_e4m3, decode_packed
 from onepass.api import decode_calls
 from onepass.bench import decode as bench
 from onepass.bench import plot
 from onepass.bench.cases import decode_case, get_case_set
 from onepass.bench.flops import bytes_moved, flops, kv_bytes
-from onepass.bench.suites import decode as suite_module
-from onepass.bench.suites import decode_e4m3, decode_packed
 from onepass.cli.app import app
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import decode_sm90 as decode_launch_sm90
@@ -114,7 +116,7 @@ def suite(monkeypatch):
     ticks = iter(range(1, 10**6))
     monkeypatch.setattr(bench, "sampler_of", lambda calls, copies: _Sampler(calls, ticks))
     jobs = []
-    monkeypatch.setattr(suite, "compile_ahead", jobs.extend)
+    monkeypatch.setattr(harness, "compile_ahead", jobs.extend)
     monkeypatch.setattr(suite, "jobs", jobs, raising=False)
     suite.variant.cache_clear()
     for module in (decode_launch, decode_launch_sm90):
@@ -142,9 +144,9 @@ def test_suite(suite, tmp_path, capsys):
     path = tmp_path / "out.json"
     arguments = ["--cases", "b1k1024h8/2d64,b2k512h4/4d32q3", "--seconds", "0.0", "--out", str(path)]
     variants = "num_splits=8; key_warps=2, num_stages=4; nonsense=1; num_stages=1"
-    assert suite.main([*arguments, "--variants", variants]) == 0
+    assert suite.SUITE.main([*arguments, "--variants", variants]) == 0
     output = capsys.readouterr().out
-    assert "DecodeConfigSm80 has no nonsense" in output
+    assert "nonsense=1 not measured: variant 'nonsense=1': expected name=value with a name of num_splits, " in output
     assert "num_stages: expected 2 or more" in output
     rows = json.loads(path.read_text())["rows"]
     assert [row["case"]["seqlen_q"] for row in rows] == [1, 3]
@@ -157,8 +159,8 @@ def test_suite(suite, tmp_path, capsys):
 def test_suite_of_many_rows(suite, tmp_path, capsys):
     path = tmp_path / "out.json"
     arguments = ["--cases", "b1k1024h8/1d64q20", "--seconds", "0.0", "--no-check", "--out", str(path)]
-    assert suite.main([*arguments, "--variants", "num_splits=3,tile_n=64; key_warps=2"]) == 0
-    assert "ForwardConfigSm90 has no key_warps" in capsys.readouterr().out
+    assert suite.SUITE.main([*arguments, "--variants", "num_splits=3,tile_n=64; key_warps=2"]) == 0
+    assert "key_warps=2 not measured: variant 'key_warps=2': expected name=value" in capsys.readouterr().out
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["backend"], row["config"]["num_warpgroups"]) == ("sm90", 3)
     assert "num_splits=3,tile_n=64" in row["contenders"]
@@ -183,7 +185,7 @@ def test_suite_beside_flash_attention_3(suite, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     path = tmp_path / "out.json"
     arguments = ["--cases", "b1k1024h8/2d64,b1k512h8/2d64", "--no-check", "--seconds", "0", "--out", str(path)]
-    assert suite.main(arguments) == 0
+    assert suite.SUITE.main(arguments) == 0
     rows = json.loads(path.read_text())["rows"]
     assert list(rows[0]["failed"]) == ["fa3 page 64"]
     assert rows[1]["failed"] == {}
@@ -215,8 +217,8 @@ def test_prepared_metadata_belongs_to_its_lengths(monkeypatch):
 def test_suite_says_what_is_wrong(suite, monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "variant_run", lambda *chosen: 2 * bench.onepass_run("tiled")(chosen[-1]))
     arguments = ["--cases", "b1k1024h8/2d64", "--no-grid", "--out", str(tmp_path / "out.json")]
-    assert suite.main(arguments) == 0
-    assert suite.main([*arguments, "--variants", "num_splits=8"]) == 1
+    assert suite.SUITE.main(arguments) == 0
+    assert suite.SUITE.main([*arguments, "--variants", "num_splits=8"]) == 1
     with pytest.raises(argparse.ArgumentTypeError, match="expected cases such as"):
         suite.parse_cases("b1k1024h8d64")
 
@@ -244,7 +246,7 @@ def test_suite_of_e4m3_caches(suite, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(onepass, "warmup", warmup)
     path = tmp_path / "out.json"
     arguments = ["--cases", "b2k1024h8/2d64", "--seconds", "0.0", "--out", str(path)]
-    assert e4m3.main(arguments) == 0
+    assert e4m3.SUITE.main(arguments) == 0
     assert "check: 21 of 21 passed" in capsys.readouterr().out
     assert {problem.attention.seqlen_q for problem in asked} == {1, 3, 20}
     assert asked == ready
@@ -252,7 +254,7 @@ def test_suite_of_e4m3_caches(suite, monkeypatch, tmp_path, capsys):
     assert set(row["contenders"]) == set(e4m3.CONTENDERS)
     assert row["contenders"]["e4m3, one descale"]["speed_over_16_bits"] == pytest.approx(1.0, abs=0.01)
     ready.clear()
-    assert e4m3.main([*arguments, "--no-check"]) == 0
+    assert e4m3.SUITE.main([*arguments, "--no-check"]) == 0
     assert {problem.attention.seqlen_q for problem in ready} == {1}
 
 
@@ -305,11 +307,11 @@ def test_suite_of_packed_queries(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(module, name, value, raising=False)
     decode_launch_sm90.prepare.cache_clear()
     path = tmp_path / "r.json"
-    assert decode_packed.main(["--seconds", "0", "--prompts", "--e4m3", "--out", str(path)]) == 0
+    assert decode_packed.SUITE.main(["--seconds", "0", "--prompts", "--e4m3", "--out", str(path)]) == 0
     text = capsys.readouterr().out
     assert "check: 7 of 9 passed" in text
     assert read[:6] == 3 * [torch.bfloat16, torch.float8_e4m3fn]  # by the check, of a dense cache and of pages
-    assert "FAIL fa3 page 16" in text
+    assert re.search(r"  fa3 page 16, check .* FAIL out: ", text)
     (row,) = json.loads(path.read_text())["rows"]
     assert row["failed"] == {}
     entry = row["contenders"]["onepass page 64"]

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
+from benchmarks.harness import suite as harness
+from benchmarks.suites import quantize as module
 from onepass.api import fast_path
-from onepass.bench.suites import quantize as module
 from onepass.dispatch import fp8
 from onepass.kernels.launch import quantize as launch
 
@@ -29,7 +30,7 @@ def test_shares_of_a_copy(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "median_us", timed)
     monkeypatch.setattr(module, "num_launches", lambda call: call() is not None and 1)
     compiled = set()
-    monkeypatch.setattr(module, "compile_ahead", lambda requests: compiled.update(key for _, key, *_ in requests))
+    monkeypatch.setattr(harness, "compile_ahead", lambda requests: compiled.update(key for _, key, *_ in requests))
     monkeypatch.setattr(fast_path, "_forwards", {})
     monkeypatch.setattr(launch, "prepare", launch.prepare.__wrapped__)
     monkeypatch.setattr(launch, "arch_of", lambda device: "sm_90a")
@@ -42,7 +43,7 @@ def test_shares_of_a_copy(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     out = tmp_path / "quantize.json"
-    module.main(["--head-dims", "64", "--out", str(out)])
+    module.SUITE.main(["--head-dims", "64", "--out", str(out)])
     assert launched == set(module.kernels([64]))
     # what was compiled ahead of time is what was launched
     assert compiled == {launch.compile_request(kernel, "sm_90a")[1] for kernel in launched}

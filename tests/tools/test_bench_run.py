@@ -19,7 +19,8 @@ from onepass.bench import plot as bench_plot
 from onepass.bench.cases import Case, CaseSet, get_case_set, make_inputs
 from onepass.bench.peers import PEERS, find_peers, prepare
 from onepass.bench.plot import plot
-from onepass.bench.timing import Samples
+from onepass.testing import results
+from onepass.tuning.timing import Samples
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,7 +96,7 @@ def test_json_of_a_smoke_run(smoke):
     report, path = smoke
     data = json.loads(path.read_text())
     assert data == json.loads(json.dumps(report.to_dict()))
-    assert data["schema_version"] == rows.SCHEMA_VERSION
+    assert data["schema_version"] == results.SCHEMA_VERSION
     assert data["status"] == "complete"
     header = data["header"]
     assert {"date_utc", "device", "device_name", "cpu", "gpu", "versions", "commit", "peers"} <= set(header)
@@ -189,9 +190,9 @@ def test_ctrl_c_keeps_the_rows_and_says_so(tmp_path, monkeypatch):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "results.json"
-    rows.write_json(path, {"rows": 1})
+    results.write_json(path, {"rows": 1})
     with pytest.raises(ValueError, match="JSON"):
-        rows.write_json(path, {"rows": float("nan")})
+        results.write_json(path, {"rows": float("nan")})
     assert json.loads(path.read_text()) == {"rows": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
@@ -305,23 +306,23 @@ def test_only_failures_of_onepass_count():
     ("status", "ok", "code"), [("complete", True, 0), ("complete", False, 1), ("interrupted", True, 130)]
 )
 def test_exit_status_of_a_report(status, ok, code):
-    assert rows.Report({}, status=status).exit_status(ok) == code
+    assert results.Report({}, status=status).exit_status(ok) == code
 
 
 def test_output_paths(tmp_path):
     path = tmp_path / "new" / "folder" / "a.json"
-    assert rows.check_output(path) == path
-    rows.write_json(path, {})
+    assert results.check_output(path) == path
+    results.write_json(path, {})
     assert path.stat().st_mode & 0o777 == 0o644
     for bad, what in ((tmp_path, "a directory"), (tmp_path / "..", "a directory"), (Path("/dev/null"), "a device")):
         with pytest.raises(OSError, match=f"expected a file to write, got .*, which is {what}"):
-            rows.check_output(bad)
+            results.check_output(bad)
     with pytest.raises(OSError, match=r"expected a file that can be written, got .*b.json: "):
-        rows.check_output(path / "b.json")
+        results.check_output(path / "b.json")
     with pytest.MonkeyPatch.context() as patch:  # as for a user who may not write the file
-        patch.setattr(rows.os, "access", lambda *arguments: False)
+        patch.setattr(results.os, "access", lambda *arguments: False)
         with pytest.raises(OSError, match=r"expected a file that can be written, got .*: permission denied"):
-            rows.check_output(path)
+            results.check_output(path)
 
 
 @pytest.mark.parametrize("name", ["onepass", "sdpa"])

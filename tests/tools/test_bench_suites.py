@@ -15,16 +15,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import suites
+from benchmarks.harness import contenders as shared
+from benchmarks.harness import grid as grid_module
+from benchmarks.harness import suite as suite_module
+from benchmarks.suites import backward_sm90, float32, forward_sm90, fp8, sm80
 from onepass import reference, tiled
 from onepass.bench import ablation
 from onepass.bench.ablation import Kernel
 from onepass.bench.check import attention_in_pytorch, choose_samples, expected_rows
 from onepass.bench.flops import flops
-from onepass.bench.rows import Report
-from onepass.bench.suites import backward_sm90, float32, forward_sm90, fp8, sm80
-from onepass.bench.suites import grid as grid_module
 from onepass.errors import UnsupportedError
 from onepass.kernels.launch import forward_sm90 as launch
+from onepass.testing.results import Report
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def backward(grid, monkeypatch):
     monkeypatch.setattr(backward_sm90, "DEVICE", "cpu")
     monkeypatch.setattr(backward_sm90, "PEERS", {"torch": "sdpa", "fa4": "fa4"})
     monkeypatch.setattr(backward_sm90, "CHECKED_SEQLENS", (24,))
-    monkeypatch.setattr(backward_sm90, "compile_ahead", compile_nothing)
+    monkeypatch.setattr(suite_module, "compile_ahead", compile_nothing)
     backward_sm90.configurations.cache_clear()
     yield backward_sm90
     backward_sm90.configurations.cache_clear()
@@ -95,7 +98,7 @@ def kernel(backward, monkeypatch):
 def run(module, tmp_path, *arguments):
     """The exit status and the results file."""
     path = tmp_path / "results.json"
-    status = module.main(["--cases", "16c32,16n64", "--peers", "torch", "--out", str(path), *arguments])
+    status = module.SUITE.main(["--cases", "16c32,16n64", "--peers", "torch", "--out", str(path), *arguments])
     return status, json.loads(path.read_text())
 
 
@@ -109,7 +112,7 @@ def test_the_grid_is_the_papers(grid, monkeypatch):
     monkeypatch.setattr(grid, "TOKENS", 16384)
     monkeypatch.setattr(grid, "HIDDEN", 2048)
     parser = argparse.ArgumentParser()
-    grid.add_arguments(parser, peers="", out="x.json")
+    grid.add_arguments(parser, peers="")
     cells = grid.cells(parser.parse_args([]))
     assert len(set(cells)) == 36
     assert {cell.batch * cell.seqlen for cell in cells} == {16384}
@@ -193,11 +196,11 @@ def test_a_wrong_peer_does_not_fail_the_check(backward, kernel, tmp_path, capsys
     def twice(q, k, v, case):
         return 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
 
-    def rivals(names):
+    def rivals(*arguments):
         return {"torch": backward.Contender("torch", twice, heads_first=True)}
 
-    monkeypatch.setattr(backward, "peers", rivals)
-    assert backward.main(["--cases", "16c32", "--no-grid", "--out", str(tmp_path / "r.json")]) == 0
+    monkeypatch.setattr(shared, "find_rivals", rivals)
+    assert backward.SUITE.main(["--cases", "16c32", "--no-grid", "--out", str(tmp_path / "r.json")]) == 0
     assert "check: 1 of 2 passed" in capsys.readouterr().out
 
 
@@ -208,7 +211,7 @@ def test_kernels_are_compiled_ahead(backward, kernel, monkeypatch, tmp_path):
         return [("backward", (problem.static(), config), "", None)]
 
     monkeypatch.setattr(backward, "backward_launch", SimpleNamespace(compile_requests=compile_requests))
-    monkeypatch.setattr(backward, "compile_ahead", lambda requests: found.append([key for _, key, *_ in requests]))
+    monkeypatch.setattr(suite_module, "compile_ahead", lambda requests: found.append([key for _, key, *_ in requests]))
     run(backward, tmp_path, "--no-check", "--rounds", "1", "--deterministic", "--variants", "tile_n=32")
     # 2 masks, 2 configurations, deterministic and not
     assert [len(keys) for keys in found] == [8]
@@ -223,16 +226,16 @@ def test_kernels_are_compiled_ahead(backward, kernel, monkeypatch, tmp_path):
         ("tile_n=many", "expected a Python literal for tile_n, got 'many'"),
     ],
 )
-def test_variants_that_make_no_sense(backward, changes, text):
+def test_variants_that_make_no_sense(changes, text):
     with pytest.raises(ValueError, match=text):
-        backward.configuration(Config(), changes)
+        shared.configuration(Config(), changes)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_attention_in_pytorch(causal, direction):
-    case = backward_sm90.Case.square(40, 2, 16, batch=2, dtype="bfloat16", causal=causal, direction=direction)
-    inputs = backward_sm90.make_inputs(case, "cpu")
+    case = shared.Case.square(40, 2, 16, batch=2, dtype="bfloat16", causal=causal, direction=direction)
+    inputs = shared.make_inputs(case, "cpu")
     found = attention_in_pytorch(case, inputs, torch.float32)
     (sample, _) = choose_samples(case)
     expected = expected_rows(case, inputs, sample, torch.float64)
@@ -246,11 +249,12 @@ def test_forward_takes_its_configurations():
     assert forward_sm90.configuration("3wg n80 q2 queue").dynamic_tiles
 
 
-@pytest.mark.parametrize("suite", ["forward_sm90", "decode_packed", "quantize", "call_cost", "modifiers"])
+@pytest.mark.parametrize("suite", suites.NAMES)
 def test_help(suite, capsys):
-    module = importlib.import_module(f"onepass.bench.suites.{suite}")
+    module = importlib.import_module(f"benchmarks.suites.{suite}")
+    assert module.SUITE.name == suite
     with pytest.raises(SystemExit) as end:
-        module.main(["--help"])
+        module.SUITE.main(["--help"])
     assert end.value.code == 0
     assert "--out" in capsys.readouterr().out
 
@@ -258,7 +262,7 @@ def test_help(suite, capsys):
 def test_importing_suites_imports_no_kernel_compiler():
     code = """
 import importlib, pkgutil, sys
-from onepass.bench import suites
+from benchmarks import suites
 for module in pkgutil.iter_modules(suites.__path__):
     importlib.import_module(f"{suites.__name__}.{module.name}")
 assert not {"cutlass", "tvm_ffi", "triton"} & set(sys.modules)
@@ -291,32 +295,31 @@ def test_forward(grid, monkeypatch, tmp_path, capsys):
     assert len(small) > 6
     monkeypatch.setattr(forward_sm90, "DEVICE", "cpu")
     monkeypatch.setattr(forward_sm90, "check_cases", lambda: small)
-    monkeypatch.setattr(forward_sm90, "compile_ahead", requests.extend)
+    monkeypatch.setattr(suite_module, "compile_ahead", requests.extend)
     monkeypatch.setattr(forward_sm90.launch, "forward", run_tiled)
     monkeypatch.setattr(forward_sm90, "host_us", lambda call, calls, clock: float(call() is not None))
     monkeypatch.setattr(torch.cuda, "synchronize", wait_for_nothing)
-    torch_math = forward_sm90.SDPBackend.MATH
-    monkeypatch.setattr(
-        forward_sm90, "SDPBackend", SimpleNamespace(CUDNN_ATTENTION=torch_math, FLASH_ATTENTION=torch_math)
-    )
+    monkeypatch.setattr(forward_sm90, "PEERS", {"torch": "sdpa", "fa3": "fa3"})
     path = tmp_path / "r.json"
     arguments = ["--cases", "16c32,16n64", "--head-dims", "16", "--rounds", "2", "--out", str(path)]
-    assert forward_sm90.main([*arguments, "--no-grid"]) == 0, capsys.readouterr().out
+    arguments += ["--peers", "torch,fa3"]
+    assert forward_sm90.SUITE.main([*arguments, "--no-grid"]) == 0, capsys.readouterr().out
     tried = len(small) + sum(len(forward_sm90.other_orders(case)) for case in small)
     assert f"check: {tried} of {tried} passed" in capsys.readouterr().out
     assert len(requests) == tried
     assert {name for name, *_ in requests} == {"forward"}
 
-    assert forward_sm90.main([*arguments, "--no-check", "--variants", "n64; n48; n33", "--peers", "cudnn,fa2"]) == 0
+    assert forward_sm90.SUITE.main([*arguments, "--no-check", "--variants", "n64; n48; n33"]) == 0
     text = capsys.readouterr().out
     assert "n33 not measured: tile_n" in text
+    assert "fa3 not measured: measured on cuda only" in text
     assert "onepass: geometric mean" in text
     data = json.loads(path.read_text())
     assert data["status"] == "complete"
     assert data["header"]["call_cost_us"].keys() == {"launch.forward", "onepass.attention"}
     rows = {row["contender"]: row for row in data["rows"] if row["causal"]}
-    assert list(rows) == ["cudnn", "fa2", "onepass", "n64", "n48"]
-    assert max(rows[name]["error"] for name in ("cudnn", "fa2", "onepass", "n64")) < 0.05 < rows["n48"]["error"]
+    assert list(rows) == ["torch", "onepass", "n64", "n48"]
+    assert max(rows[name]["error"] for name in ("torch", "onepass", "n64")) < 0.05 < rows["n48"]["error"]
     assert rows["n48"]["config"]["tile_n"] == 48
 
 
@@ -327,7 +330,7 @@ def fp8_suite(grid, monkeypatch):
     monkeypatch.setattr(fp8, "TABLE3_SEQLEN", 64)
     monkeypatch.setattr(fp8, "SUM_LENGTHS", (64,))
     monkeypatch.setattr(fp8, "CHECKS", ((2, 40, 70, 4, 2, 1.0), (1, 70, 30, 2, 2, 20.0)))
-    monkeypatch.setattr(fp8, "compile_ahead", compile_nothing)
+    monkeypatch.setattr(suite_module, "compile_ahead", compile_nothing)
 
     def prepare(problem, device, config):
         wrong = config is not None and config.tile_n == 32
@@ -346,10 +349,10 @@ def test_fp8(fp8_suite, tmp_path, capsys):
     path = tmp_path / "r.json"
     arguments = ["--cases", "16c32,16n64", "--head-dims", "16", "--rounds", "2", "--out", str(path)]
     arguments += ["--peers", "bf16,rows,whole,fa3"]
-    assert fp8.main([*arguments, "--variants", "n64; n32; n80"]) == 1
+    assert fp8.SUITE.main([*arguments, "--variants", "n64; n32; n80"]) == 1
     text = capsys.readouterr().out
     assert "n80 not measured: tile_n: expected a multiple of 32 in FP8, got 80" in text
-    assert "check: 4 of 6 passed" in text  # n32 is wrong
+    assert text.count("FAIL share of the budget: out ") == 2  # n32 is wrong
     assert "Table 3: FP8 onepass: block scales, rotation" in text
     assert "fa3 not measured: ModuleNotFoundError" in text
     results = json.loads(path.read_text())
@@ -374,13 +377,14 @@ def test_fp8(fp8_suite, tmp_path, capsys):
         ]
         (tmp_path / name).write_text(json.dumps({"rows": rows + fa3_rows}))
     capsys.readouterr()
-    assert fp8.main(["--summarize", *(str(tmp_path / name) for name in ("slow", "fast", "fast"))]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        fp8.SUITE.main(["--summarize", *(str(tmp_path / name) for name in ("slow", "fast", "fast"))])
     text = capsys.readouterr().out
     assert "from rows of e4m3: rows beside fa3, 3 runs" in text
     assert "all: geometric mean 1.000, least 1.000" in text
     assert "from bfloat16" not in text  # nobody to compare with
 
-    assert fp8.main([*arguments, "--no-grid", "--variants", "try"]) == 0
+    assert fp8.SUITE.main([*arguments, "--no-grid", "--variants", "try"]) == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -399,8 +403,7 @@ def ampere(backward, monkeypatch):
     monkeypatch.setattr(sm80, "BACKEND", "tiled")
     monkeypatch.setattr(sm80, "PEERS", {"torch": "sdpa", "fa2": "sdpa-flash"})
     monkeypatch.setattr(sm80, "CHECKED_SEQLENS", (24,))
-    monkeypatch.setattr(sm80, "requests", lambda cases, args: [])
-    monkeypatch.setattr(sm80, "compile_ahead", compile_nothing)
+    monkeypatch.setattr(sm80, "SUITE", replace(sm80.SUITE, requests=lambda args: []))
     monkeypatch.setattr(sm80.backends, "arch_of", lambda name: "")
 
     def run_config(problem, inputs, config):
@@ -424,7 +427,7 @@ def test_ampere_grid(ampere, tmp_path, capsys, direction, wrong):
     text = capsys.readouterr().out
     assert status == 1  # one of them is wrong
     assert "tile_n=256 not measured: tile_n: expected up to 128, got 256" in text
-    assert text.count(f": {wrong}: max error") == 2
+    assert text.count(f"FAIL {wrong}: max error") == 2
     assert "check: 6 of 8 passed" in text
     assert (data["header"]["dtype"], data["header"]["direction"]) == ("float32", direction)
     rows = {row["contender"]: row for row in data["rows"] if row["causal"]}
@@ -455,8 +458,10 @@ def test_kernels_of_ampere(monkeypatch, direction):
     """A forward needs its own kernel, a backward those of both passes."""
     monkeypatch.setattr(sm80.backends, "arch_of", lambda name: "sm_80")
     sm80.configurations.cache_clear()
-    args = argparse.Namespace(variants="tile_n=64")
-    names = [name for name, *_ in sm80.requests([grid_module.Cell(64, True, 512).case(direction=direction)], args)]
+    cell = grid_module.Cell(64, True, 512)
+    args = argparse.Namespace(variants="tile_n=64", cases=[cell], tokens=None, dtype="bfloat16", direction=direction)
+    args.no_check, args.no_grid = True, False
+    names = [name for name, *_ in sm80.requests(args)]
     forward, backward = ["forward_sm80"], ["backward_preprocess", "backward_sm80", "backward_postprocess"]
     assert names == 2 * (forward if direction == "fwd" else forward + backward)
     sm80.configurations.cache_clear()
@@ -474,6 +479,7 @@ def test_check_of_float32(monkeypatch, wrong):
 
     monkeypatch.setattr(float32, "contenders", contenders)
     about = {}
-    assert float32.run_check({}, about) is not wrong
+    args = argparse.Namespace(configs={})
+    assert suite_module.passed(float32.checks(args, about)) is not wrong
     assert [row["seqlen"] for row in about["rmse"]] == [24, 40]
     assert all(0 < row["math"] < 1e-6 for row in about["rmse"])

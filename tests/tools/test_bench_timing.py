@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from onepass.bench.timing import CudaSampler, Samples, Spread, cpu_sampler, host_us, measure_interleaved, percentile
+from onepass.tuning.timing import CudaSampler, Samples, Spread, cpu_sampler, host_us, measure_interleaved, percentile
 
 
 @pytest.fixture

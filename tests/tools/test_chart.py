@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onepass.bench import chart
+from benchmarks import chart
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -209,7 +209,7 @@ def test_verify_fails_if_any_tensor_of_a_call_is_over_its_budget(monkeypatch, tm
         return lambda dtype, device: SimpleNamespace(compare=lambda: comparisons)
 
     outlier = table3.RmsError("one", math.nan, None, None, 1e-2)
-    monkeypatch.setattr(cli_verify, "DTYPES", {"float32": torch.float32})
+    monkeypatch.setattr(cli_verify, "SUPPORTED_DTYPES", (torch.float32,))
     monkeypatch.setattr(cli_verify, "_options", lambda length: {name: call(*errors) for name, errors in found.items()})
     monkeypatch.setattr(table3, "table3", lambda *arguments: [outlier])
     path = tmp_path / "verify.json"
@@ -516,7 +516,7 @@ def test_another_users_cache_is_left_alone(cached, monkeypatch, arguments):
 WORK = {
     ("verify", "--quick"): "onepass.cli.verify._error_row",
     ("bench", "smoke", "--device", "cpu"): "onepass.cli.bench.run",
-    ("bench", "context-parallel", "--device", "cpu"): "onepass.bench.suites.context_parallel.main",
+    ("bench", "context-parallel", "--device", "cpu"): "benchmarks.harness.suite.Suite.main",
     ("demo", "--quick", "--seqlen", "64"): "onepass.cli.demo_layer.prepare",
     ("ablate", "--device", "cpu"): "onepass.cli.ablate.measure",
 }

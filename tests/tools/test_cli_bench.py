@@ -14,6 +14,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
+from benchmarks.harness.suite import Suite
 from onepass.bench import rows, run
 from onepass.bench.cases import Case, CaseSet
 from onepass.cli import bench as cli_bench
@@ -116,17 +117,15 @@ def test_bench_passes_its_options_on(monkeypatch):
 
 @pytest.mark.parametrize("status", [0, 1, 130])
 def test_bench_runs_the_context_parallel_suite(monkeypatch, status):
-    from onepass.bench.suites import context_parallel
-
     asked = []
-    monkeypatch.setattr(context_parallel, "main", lambda arguments: asked.append(arguments) or status)
+    monkeypatch.setattr(Suite, "main", lambda suite, arguments: asked.append((suite.name, arguments)) or status)
     suite = ("bench", "context-parallel", "--device", "cpu")
     assert invoke(*suite, "--rounds", "3", "--only", "causal", "--peers", "none").exit_code == status
     assert invoke(*suite).exit_code == status
     common = ["--device", "cpu", "--peers"]
     assert asked == [
-        [*common, "0", "--cases", "causal", "--smoke", "--rounds", "3"],
-        [*common, "1", "--cases", "", "--smoke"],
+        ("context_parallel", [*common, "0", "--cases", "causal", "--smoke", "--rounds", "3"]),
+        ("context_parallel", [*common, "1", "--cases", "", "--smoke"]),
     ]
     assert invoke(*suite, "--dtype", "float32").exit_code == 2
 

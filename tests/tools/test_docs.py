@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import onepass
+from benchmarks import suites
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -103,6 +104,14 @@ def test_modules_that_are_run_exist(page):
     files = {name: ROOT.joinpath(*name.split(".")) for name in modules}
     missing = [name for name, path in files.items() if not (path.with_suffix(".py").exists() or path.is_dir())]
     assert not missing
+
+
+def test_programs_that_are_run_exist():
+    """In pages and in docstrings."""
+    files = [*PAGES, *(path for folder in ("benchmarks", "onepass") for path in (ROOT / folder).rglob("*.py"))]
+    named = {name for file in files for name in NAMED_PROGRAM.findall(file.read_text(encoding="utf-8"))}
+    assert "chart" in named
+    assert named <= {*suites.NAMES, "chart"}
 
 
 @pages

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from onepass.bench.suites import engine, models
+from benchmarks.suites import engine, models
 
 
 @pytest.mark.parametrize("part", [pytest.param(p, marks=[pytest.mark.slow] * (p == "first")) for p in models.PARTS])
@@ -13,7 +13,7 @@ def test_each_part_of_the_models_suite(tmp_path, part):
     if part != "diffusion":
         pytest.importorskip("transformers")
     out = tmp_path / "models.json"
-    assert models.main(["--parts", part, "--small", "--rounds", "1", "--out", str(out)]) == 0
+    assert models.SUITE.main(["--parts", part, "--small", "--rounds", "1", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert rows
     assert {row["part"] for row in rows} == {part}
@@ -28,7 +28,7 @@ def test_each_part_of_the_models_suite(tmp_path, part):
 
 def test_unknown_parts_are_refused(capsys):
     with pytest.raises(SystemExit):
-        models.main(["--parts", "generate,tarin", "--small"])
+        models.SUITE.main(["--parts", "generate,tarin", "--small"])
     assert "got tarin" in capsys.readouterr().err
 
 
@@ -46,6 +46,6 @@ def test_requests_of_a_batch_get_the_tokens_that_each_gets_alone():
 
 def test_the_engine_suite(tmp_path):
     out = tmp_path / "engine.json"
-    assert engine.main(["--small", "--rounds", "1", "--out", str(out)]) == 0
+    assert engine.SUITE.main(["--small", "--rounds", "1", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [row["requests"] for row in rows] == [1, 3]

@@ -1,4 +1,4 @@
-"""benchmarks/results/: every file has the form that onepass.bench.rows describes, and something refers to it."""
+"""benchmarks/results/: every file has the form that onepass.testing.results describes, and something refers to it."""
 
 import json
 import re
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from onepass.bench.rows import SCHEMA_VERSION
+from benchmarks.timeline.summary import table
+from benchmarks.timeline.traces import from_chrome
 from onepass.bench.timeline import picture
-from onepass.bench.timeline.chrome import from_chrome
-from onepass.bench.timeline.summary import table
+from onepass.testing.results import SCHEMA_VERSION
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -53,6 +53,6 @@ def test_traces_can_be_read_and_drawn(path, tmp_path):
 def test_each_file_is_the_source_of_something():
     """A page, a docstring or a test names it; git keeps what a newer run has replaced."""
     sources = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
-    sources += [*(ROOT / "onepass").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    sources += [path for folder in ("onepass", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
     named = {name for source in sources for name in re.findall(r"\b(?:cpu|h\d+)[\w*-]*\.json", source.read_text())}
     assert [path.name for path in FILES if not any(fnmatch(path.name, name) for name in named)] == []

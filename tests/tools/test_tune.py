@@ -10,7 +10,6 @@ import tuning_fakes
 from tuning_fakes import GPU, PROBLEM, TASK, USUAL, FakeRuns, machine, samples_of_a_race
 
 from onepass.api import fast_path
-from onepass.bench.timing import Samples
 from onepass.dispatch import attention as dispatch
 from onepass.kernels.config import HOPPER, BackwardConfigSm90, ForwardConfigSm90
 from onepass.kernels.heuristics import chooser, tuned
@@ -19,6 +18,7 @@ from onepass.problem import AttentionProblem, Mask
 from onepass.tuning import launches, race, tuner
 from onepass.tuning.result import Progress, changes, summary
 from onepass.tuning.space import MAX_CANDIDATES, candidates
+from onepass.tuning.timing import Samples
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,12 @@ from tuning_fakes import FakeRuns, machine
 
 import onepass
 from onepass import ForwardConfigSm90, tiled
-from onepass.bench.timing import cpu_sampler
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem, Mask
 from onepass.tuning import launches, tasks_of, tuner
+from onepass.tuning.timing import cpu_sampler
 
 CALL = {"q": (2, 4096, 32, 128), "k": (2, 4096, 8, 128), "v": (2, 4096, 8, 128), "dtype": torch.bfloat16}
 PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 2, 4096, 4096, 32, 8, 128, 128, 128**-0.5, Mask())

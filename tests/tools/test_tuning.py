@@ -4,6 +4,8 @@ Without a GPU the tensors lie on the CPU, and the Hopper backend is made to take
 """
 
 import dataclasses
+import pickle
+from ast import literal_eval
 from types import SimpleNamespace
 
 import pytest
@@ -175,6 +177,7 @@ def test_a_backend_without_kernels_takes_none(configs):
         assert not onepass.supports(*tensors, **call, tuning=CONFIG).ok
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
@@ -182,8 +185,28 @@ def test_a_backend_without_kernels_takes_none(configs):
         (ForwardConfigSm80, "tile_n=64 exp2_fma_period=0 fresh_sums=True"),
     ],
 )
-def test_texts_with_fields_that_were_removed(kind, text):
-    """A configuration's text with a removed field is read if kernels do what the field says, and refused otherwise."""
+def test_fields_that_were_removed(kind, text):
+    """Texts, pickles and calls with a removed field are taken if kernels do what it says, and refused otherwise."""
     assert kind.from_text(text) == kind(tile_n=64)
-    with pytest.raises(ValueError, match="exp2_fma_period: expected 0, the one value that kernels have now"):
-        kind.from_text(text.replace("period=0", "period=4"))
+    values = {name: literal_eval(value) for name, value in (pair.split("=") for pair in text.split())}
+    with pytest.warns(FutureWarning, match=f"{kind.__name__} no longer has exp2_fma_period, "):
+        assert kind(**values) == kind(tile_n=64)
+    config = pickle.loads(pickled(kind, values | {"text": text}))
+    assert config == kind(tile_n=64)
+    assert config.text == kind(tile_n=64).text
+    assert pickle.loads(pickle.dumps(config)) == config
+    changed = values | {"exp2_fma_period": 4}
+    for make in (
+        lambda: kind.from_text(text.replace("period=0", "period=4")),
+        lambda: pickle.loads(pickled(kind, changed)),
+        lambda: kind(**changed),
+    ):
+        with pytest.raises(ValueError, match="exp2_fma_period: expected 0, the one value that kernels have now, got 4"):
+            make()
+
+
+def pickled(kind, state):
+    """The pickle of a configuration of an earlier version, which had this state."""
+    config = object.__new__(kind)
+    config.__dict__.update(state)
+    return pickle.dumps(config)

@@ -1,17 +1,23 @@
-"""Suites of measurements on a GPU, each run as `python -m onepass.bench.suites.<name>`; --help says what it takes.
+"""The old names of the programs of benchmarks/suites: `python -m onepass.bench.suites.NAME`, for one release."""
 
-forward_sm90.py      the Hopper forward              decode.py         attention_decode, one length for all sequences
-float32.py           the Hopper forward in float32   decode_packed.py  attention_decode of packed queries
-fp8.py               the Hopper forward in FP8       decode_e4m3.py    attention_decode over e4m3 caches
-backward_sm90.py     the Hopper backward             quantize.py       quantize_fp8
-backward_options.py  the Hopper backward with GQA,   call_cost.py      CPU time of a call
-                     packed sequences, options       engine.py         a serving loop with continuous batching
-sm80.py              the Ampere kernels              models.py         whole models: generation, training, diffusion
-modifiers.py         what ranges, ALiBi, a bias,     vllm.py           vLLM with onepass and with its own attention
-                     dropout cost
-context_parallel.py  attention over the ranks of a process group, beside one device and the peers
+from __future__ import annotations
 
-context_parallel_contenders.py  the contenders of context_parallel.py
-grid.py                         the FlashAttention-3 paper's grid: its cases, options, tables
-ahead.py                        compiling a suite's kernels in parallel before they are timed
-"""
+import importlib.abc
+import sys
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+
+class _OldNames(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Finds a module of this package for each name; to run it runs the program of this name."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, origin=fullname) if fullname.rpartition(".")[0] == __name__ else None
+
+    def get_source(self, fullname: str) -> str:
+        program = fullname.rpartition(".")[2]
+        call = f"run_by_old_name({fullname!r}, 'benchmarks', {program!r})"
+        return f"from onepass.bench.clone import run_by_old_name\n{call}\n"
+
+
+sys.meta_path.append(_OldNames())

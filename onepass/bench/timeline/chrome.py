@@ -1,19 +1,13 @@
-"""Timelines as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show, and back.
-
-    python -m onepass.bench.timeline.chrome TRACE.json CUT.json --cycles 90000     the beginning of a trace
-
-A trace that was cut says so in its `otherData`.
-"""
+"""Timelines as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing show."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-from ..rows import input_file, output_file
-from .acts import Role, Span, gemms_in_flight
+from ..clone import run_by_old_name
+from .acts import Span, gemms_in_flight
 from .record import Timeline
 
 GEMMS_SUFFIX = ": GEMMs in flight"
@@ -51,34 +45,6 @@ def to_chrome(timelines: list[Timeline], about: dict[str, Any]) -> dict[str, Any
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {**about, "timelines": summary}}
 
 
-def from_chrome(trace: dict[str, Any]) -> list[Timeline]:
-    """The timelines of a trace that `to_chrome` has made."""
-    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    spans: dict[tuple[int, int], list[Span]] = {}
-    for e in trace["traceEvents"]:
-        if e["ph"] == "X":
-            spans.setdefault((e["pid"], e["tid"]), []).append(Span(e["name"], *e["args"]["cycles"]))
-    timelines = []
-    for pid, about in enumerate(trace["otherData"]["timelines"]):
-        rates = iter(about["ns_per_cycle"])
-        threads = sorted(tid for kind, p, tid in names if kind == "thread_name" and p == pid)
-        lanes = [(names["thread_name", pid, tid], spans[pid, tid]) for tid in threads]
-        roles = [Role(name, found, next(rates)) for name, found in lanes if not name.endswith(GEMMS_SUFFIX)]
-        timelines.append(Timeline(about["label"], about["changes"], roles, about["ms"], about["ms_without"]))
-    return timelines
-
-
-def cut(trace: dict[str, Any], cycles: int) -> dict[str, Any]:
-    """The spans of a trace that end in the first `cycles` cycles of their configuration; the rest stays as it is."""
-    about = {key: value for key, value in trace["otherData"].items() if key != "timelines"}
-    about["cut"] = f"spans that end in the first {cycles} cycles of a configuration; the recording is longer"
-    timelines = []
-    for timeline in from_chrome(trace):
-        roles = [role._replace(spans=[span for span in role.spans if span.end <= cycles]) for role in timeline.roles]
-        timelines.append(timeline._replace(roles=[role for role in roles if role.spans]))
-    return to_chrome(timelines, about)
-
-
 def write(trace: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(trace, separators=(",", ":")) + "\n")
 
@@ -100,28 +66,5 @@ def _event(span: Span, pid: int, tid: int, origin: int, ns_per_cycle: float) -> 
     }
 
 
-def trace_file(text: str) -> dict[str, Any]:
-    """The trace in a file that `onepass trace` has written, as the type of an argument of a parser."""
-    try:
-        trace = json.loads(input_file(text).read_bytes())
-        if from_chrome(trace) and all(isinstance(trace["otherData"][name], str) for name in ("case", "device_name")):
-            return trace
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
-        pass
-    raise argparse.ArgumentTypeError(f"expected a trace that onepass trace has written, got {text}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The beginning of a trace.")
-    parser.add_argument("trace", type=trace_file)
-    parser.add_argument("cut", type=output_file)
-    parser.add_argument("--cycles", type=int, required=True, help="how many cycles of each configuration are kept")
-    options = parser.parse_args()
-    try:
-        write(cut(options.trace, options.cycles), options.cut)
-    except ValueError as error:
-        parser.error(str(error))
-
-
 if __name__ == "__main__":
-    main()
+    run_by_old_name("onepass.bench.timeline.chrome", "benchmarks.timeline", "cut")

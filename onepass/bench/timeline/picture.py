@@ -1,9 +1,5 @@
 """Timelines as a picture: a panel for each configuration, a few steps in the middle of what was recorded.
 
-    python -m onepass.bench.timeline.picture TRACE.json PICTURE.png     from a trace that `onepass trace` has written
-
-`--row LABEL`, several times, chooses panels; `--batches N` says how many batches of GEMMs the first panel shows.
-
 The panels have the same scale, in cycles. The upper bar of a consumer says what its threads do, and the lower one when
 GEMMs that the consumer has issued are in flight. Where the upper bar is blank, the threads do something else, such as
 barriers or writing dS to shared memory.
@@ -11,15 +7,13 @@ barriers or writing dS to shared memory.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from pathlib import Path
 from typing import Any
 
-from ..chart import INK, LINES, MUTED
-from ..rows import output_file
+from ..clone import run_by_old_name
+from ..plot import INK, LINES, MUTED
 from .acts import ISSUE, WAITS_FOR_GEMMS, Role, Span, gemms_in_flight, step_cycles
-from .chrome import from_chrome, trace_file
 from .record import Timeline
 
 BATCHES = 4  # of the first configuration, which set the width of all panels
@@ -161,24 +155,5 @@ def title_of(about: dict[str, Any]) -> str:
     return f"{about['case']}, {about['device_name']}: thread block 0"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("trace", type=trace_file)
-    parser.add_argument("picture", type=output_file)
-    parser.add_argument("--row", action="append", help="a configuration by its label, several times; default: all")
-    parser.add_argument("--batches", type=int, default=BATCHES, help="batches of GEMMs that the first panel shows")
-    options = parser.parse_args()
-    timelines = from_chrome(options.trace)
-    if options.row:
-        table = {timeline.label: timeline for timeline in timelines}
-        if unknown := [label for label in options.row if label not in table]:
-            parser.error(f"--row: expected {' or '.join(table)}, got {', '.join(unknown)}")
-        timelines = [table[label] for label in options.row]
-    try:
-        draw(timelines, title_of(options.trace["otherData"]), options.picture, options.batches)
-    except ValueError as error:
-        parser.error(str(error))
-
-
 if __name__ == "__main__":
-    main()
+    run_by_old_name("onepass.bench.timeline.picture", "benchmarks.timeline", "picture")

@@ -60,9 +60,10 @@ def flash_attn_func(
     conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
     options = options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap)
     descales = q_descale, k_descale, v_descale
-    more = {"attention_chunk": attention_chunk, "deterministic": deterministic}
-    out, lse = attend(q, k, v, Lengths(), options, descales, **more)
-    return (out, lse) if check_flag("return_attn_probs", return_attn_probs) else out
+    with_lse = check_flag("return_attn_probs", return_attn_probs)
+    more: dict[str, Any] = {"attention_chunk": attention_chunk, "deterministic": deterministic}
+    out, lse = attend(q, k, v, Lengths(), options, descales, **more, e4m3_lse=with_lse)
+    return (out, lse) if with_lse else out
 
 
 def flash_attn_qkvpacked_func(
@@ -164,9 +165,10 @@ def flash_attn_varlen_func(
     options = options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     descales = q_descale, k_descale, v_descale
-    more = {"attention_chunk": attention_chunk, "deterministic": deterministic}
-    out, lse = attend(q, k, v, lengths, options, descales, **more)
-    return (out, lse) if check_flag("return_attn_probs", return_attn_probs) else out
+    with_lse = check_flag("return_attn_probs", return_attn_probs)
+    more: dict[str, Any] = {"attention_chunk": attention_chunk, "deterministic": deterministic}
+    out, lse = attend(q, k, v, lengths, options, descales, **more, e4m3_lse=with_lse)
+    return (out, lse) if with_lse else out
 
 
 def flash_attn_with_kvcache(

@@ -79,8 +79,9 @@ def flash_attn_func(
     )
     conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa)
     options = options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap, learnable_sink)
-    out, lse = forward(q, k, v, Lengths(), options, deterministic=deterministic)
-    return out, lse if returns_lse(return_lse, q, k, v, learnable_sink) else None
+    with_lse = returns_lse(return_lse, q, k, v, learnable_sink)
+    out, lse = forward(q, k, v, Lengths(), options, deterministic=deterministic, e4m3_lse=with_lse)
+    return out, lse if with_lse else None
 
 
 def flash_attn_varlen_func(
@@ -142,10 +143,10 @@ def flash_attn_varlen_func(
     conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa)
     options = options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap, learnable_sink)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    out, lse = forward(
-        q, k, v, lengths, options, page_table=page_table, num_splits=num_splits, deterministic=deterministic
-    )
-    return out, lse if returns_lse(return_lse, q, k, v, learnable_sink) else None
+    with_lse = returns_lse(return_lse, q, k, v, learnable_sink)
+    more: dict[str, Any] = {"num_splits": num_splits, "deterministic": deterministic, "e4m3_lse": with_lse}
+    out, lse = forward(q, k, v, lengths, options, page_table=page_table, **more)
+    return out, lse if with_lse else None
 
 
 def flash_attn_combine(

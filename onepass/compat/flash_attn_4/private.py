@@ -82,10 +82,14 @@ def forward(
     descales: tuple[Any, Any, Any] = (None, None, None),
     num_splits: Any = 1,
     deterministic: Any = False,
-) -> tuple[Tensor, Tensor]:
-    """out and lse in the shapes of the call. With a page_table, out and lse have no backward."""
+    e4m3_lse: bool = True,
+) -> tuple[Tensor, Any]:
+    """out and lse in the shapes of the call. With a page_table, out and lse have no backward.
+
+    Args: e4m3_lse: as for `calls.attend`.
+    """
     if page_table is None:
-        return calls.attend(q, k, v, lengths, options, descales, deterministic=deterministic)
+        return calls.attend(q, k, v, lengths, options, descales, deterministic=deterministic, e4m3_lse=e4m3_lse)
     tensors.check_tensor("page_table", page_table, "an int32 torch.Tensor")
     conventions.refuse("keys in pages are not cut by offsets", cu_seqlens_k=lengths.cu_seqlens_k)
     if page_table.dim() != 2:
@@ -195,9 +199,9 @@ def _flash_attn_fwd(
     return found, found_lse if wants_lse else None, None, None, None
 
 
-def returns_lse(return_lse: Any, *inputs: Tensor | None) -> bool:
+def returns_lse(return_lse: Any, *inputs: Any) -> bool:
     """Whether flash-attn 4 returns lse: where it is asked for, or an input requires a gradient."""
-    return check_flag("return_lse", return_lse) or any(t is not None and t.requires_grad for t in inputs)
+    return check_flag("return_lse", return_lse) or any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
 
 
 def _flash_attn_bwd(

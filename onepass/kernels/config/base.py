@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from ast import literal_eval
 from dataclasses import dataclass, fields
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -40,8 +41,31 @@ def p_exponent(rescale_threshold: float, dtype: torch.dtype = torch.float8_e4m3f
 Config = TypeVar("Config", bound="LaunchConfig")
 
 
+class _TakesRemovedFields(type):
+    """The type of configuration classes: their constructors take removed fields, with a warning, for one release."""
+
+    # Fields that an earlier version had, with the value that all kernels have now.
+    removed: dict[str, object]
+
+    def __call__(cls, *values: Any, **named: Any) -> Any:
+        if given := sorted(cls.removed.keys() & named.keys()):
+            warnings.warn(f"{cls.__name__} no longer has {', '.join(given)}", FutureWarning, stacklevel=2)
+            named = cls.without_removed(named)
+        return super().__call__(*values, **named)
+
+    def without_removed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values of fields without those of removed ones.
+
+        Raises: ValueError for a field that was removed, with another value than kernels have now.
+        """
+        for name, value in cls.removed.items():
+            if (given := values.get(name, value)) != value:
+                raise ValueError(f"{name}: expected {value!r}, the one value that kernels have now, got {given!r}")
+        return {name: value for name, value in values.items() if name not in cls.removed}
+
+
 @dataclass(frozen=True)
-class LaunchConfig:
+class LaunchConfig(metaclass=_TakesRemovedFields):
     """The base of all configurations: fields of built-in types, and a text that holds them.
 
     Raises: TypeError for a value of another type than its field's.
@@ -50,7 +74,6 @@ class LaunchConfig:
     # All fields as "name=value ...", which is how a torch operator takes a configuration. Not a field, and made at
     # once: torch.compile can read it from a configuration that exists already, but not put it together.
     text: ClassVar[str]
-    # Fields that an earlier version had, with the value that all kernels have now: texts that hold them are still read.
     removed: ClassVar[dict[str, object]] = {}
 
     def __post_init__(self) -> None:
@@ -65,15 +88,14 @@ class LaunchConfig:
 
     @classmethod
     def from_text(cls: type[Config], text: str) -> Config:
-        """The configuration whose `text` this is.
-
-        Raises: ValueError for a field that was removed, with another value than kernels have now.
-        """
+        """The configuration whose `text` this is. Raises: ValueError as in `without_removed`."""
         values = {name: literal_eval(value) for name, value in (pair.split("=") for pair in text.split())}
-        for name, value in cls.removed.items():
-            if values.pop(name, value) != value:
-                raise ValueError(f"{name}: expected {value!r}, the one value that kernels have now, got {text!r}")
-        return cls(**values)
+        return cls(**cls.without_removed(values))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickle, also of an earlier version: without removed fields, and with the defaults of newer ones."""
+        values = {name: value for name, value in state.items() if name != "text"}
+        self.__dict__.update(vars(type(self)(**type(self).without_removed(values))))
 
     def check(self, problem: AttentionProblem, arch: str) -> None:
         """Whether a launch of this problem can have this configuration on a GPU of this architecture.

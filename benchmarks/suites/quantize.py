@@ -1,6 +1,6 @@
 """The time of quantize_fp8, as a share of the bandwidth of a copy in the same run; its CPU time and launches.
 
-    python -m onepass.bench.suites.quantize --out quantize.json
+    python -m benchmarks quantize --out quantize.json
 
 The tensors have 16k tokens of hidden size 2048 in bfloat16, so 64 MB each. Calls are captured in a CUDA graph, several
 in a row on tensors that take turns, so that none of these is in the L2 cache; times are medians of replays, per call. A
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,17 +22,17 @@ from typing import Any, NamedTuple
 import torch
 
 import onepass
+from onepass.kernels.compiler.compile import CompileRequest
+from onepass.kernels.launch import quantize as launch
+from onepass.ops import quantize
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.quantization import layout
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, Row
+from onepass.tuning.timing import CudaSampler, host_us
 
-from ...kernels.launch import quantize as launch
-from ...ops import quantize
-from ...problem import AttentionInputs, AttentionProblem, Mask
-from ...quantization import layout
-from ..machine import describe
-from ..rows import Report, Row
-from ..timing import CudaSampler, host_us
-from . import grid
-from .ahead import compile_ahead
-from .grid import HIDDEN, TOKENS
+from ..harness.grid import HIDDEN, TOKENS
+from ..harness.suite import Args, Suite
 
 DEVICE = "cuda"
 REPLAYS, SETS = 30, 4
@@ -141,7 +142,17 @@ class Results(Report):
         return super().to_dict() | {"calls": self.calls}
 
 
-def measure(head_dim: int, copied_gb_s: float) -> list[Row]:
+def measure(case: tuple[str, int], args: Args, report: Report) -> None:
+    assert isinstance(report, Results)
+    what, head_dim = case
+    if what == "kernels":
+        report.rows += measure_kernels(head_dim, report.header["copy_gb_s"])
+    else:
+        report.calls += measure_calls(head_dim)
+    report.save()
+
+
+def measure_kernels(head_dim: int, copied_gb_s: float) -> list[Row]:
     rows: list[Row] = []
     for name, calls, moved, is_torch in contenders(head_dim):
         us = median_us(calls, 5 if is_torch else REPLAYS)
@@ -184,40 +195,43 @@ def kernels(head_dims: list[int]) -> list[launch.Kernel | launch.LayoutKernel]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def requests(args: Args) -> list[CompileRequest]:
+    arch = launch.arch_of(torch.device(DEVICE))
+    chosen = [kernel._replace(num_threads=args.threads) for kernel in kernels(args.head_dims)]
+    return [launch.compile_request(kernel, arch) for kernel in chosen]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     head_dims: dict[str, Any] = {"type": lambda text: [int(d) for d in text.split(",")], "default": [64, 128, 256]}
     parser.add_argument("--head-dims", **head_dims, help="comma-separated")
     parser.add_argument("--threads", type=int, help="threads of a thread block; default: what quantize_fp8 chooses")
-    grid.add_out(parser, "quantize.json")
-    args = parser.parse_args(argv)
+
+
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
     if args.threads:
         launch.default_threads = lambda head_dim: args.threads
-    arch = launch.arch_of(torch.device(DEVICE))
-    chosen = [kernel._replace(num_threads=args.threads) for kernel in kernels(args.head_dims)]
-    compile_ahead(launch.compile_request(kernel, arch) for kernel in chosen)
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
-    copied_gb_s = copy_gb_s()
     facts = {
         "suite": "quantize",
         "tokens": TOKENS,
         "hidden": HIDDEN,
         "batch": BATCH,
         "threads": args.threads,
-        "copy_gb_s": copied_gb_s,
+        "copy_gb_s": copy_gb_s(),
         "tokens_of_calls": SHORT,
     }
-    report = Results(describe(DEVICE) | facts, args.out)
-    print(f"{report.header['device_name']}; a copy reads and writes {copied_gb_s:.0f} GB/s")
     print(f"{'head_dim':>8}  {'what':22s} {'us':>8} {'GB/s':>8} {'of copy':>8}")
-    with report.recording():
-        for head_dim in args.head_dims:
-            report.rows += measure(head_dim, copied_gb_s)
-            report.save()
-        for head_dim in args.head_dims:
-            report.calls += measure_calls(head_dim)
-            report.save()
+    return describe(DEVICE) | facts
 
 
-if __name__ == "__main__":
-    main()
+SUITE = Suite(
+    "quantize",
+    __doc__,
+    add_options,
+    start,
+    lambda args: itertools.product(("kernels", "calls"), args.head_dims),
+    measure,
+    requests=requests,
+    out="quantize.json",
+    report=Results,
+)

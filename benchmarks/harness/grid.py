@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..cases import Case, Direction
-from ..flops import flops
-from ..rows import Report, finite, output_file
-from ..timing import Call, do_bench_sampler, measure_interleaved
+import torch
+
+from onepass.bench.cases import Case, Direction
+from onepass.bench.flops import flops
+from onepass.testing.machine import under_load
+from onepass.testing.results import Report, finite
+from onepass.tuning.timing import Call, do_bench_sampler, measure_interleaved
 
 TOKENS, HIDDEN = 16384, 2048
 HEAD_DIMS = [64, 128, 256]
@@ -54,30 +56,30 @@ def parse_cases(text: str) -> list[Cell]:
     return [Cell(int(m[1]), m[2] == "c", int(m[3])) for _, m in found if m]
 
 
-def add_arguments(parser: argparse.ArgumentParser, peers: str, out: str) -> None:
-    """Add the options of a grid: its cases and peers, how they are timed, where the results go."""
+FIELDS = '"name=value,name=value"'  # how a variant is written in most suites
+
+
+def add_arguments(parser: argparse.ArgumentParser, peers: str, variants: str = FIELDS) -> None:
+    """Add the options of a grid: its cases, peers and variants, and how they are timed."""
 
     def integers(text: str) -> list[int]:
         return [int(x) for x in text.split(",")]
 
-    parser.add_argument("--no-check", action="store_true", help="do not check the results")
-    parser.add_argument("--no-grid", action="store_true", help="do not time the grid")
     parser.add_argument("--cases", type=parse_cases, help="such as 128c8192,64n512; default: the grid")
     parser.add_argument("--head-dims", type=integers, default=HEAD_DIMS, help="comma-separated")
     parser.add_argument("--seqlens", type=integers, default=SEQLENS, help="comma-separated")
     parser.add_argument("--tokens", type=int, help=f"batch * seqlen; default: the grid's, {TOKENS}")
     parser.add_argument("--peers", default=peers, help=f"comma-separated; default: {peers or 'by dtype'}")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each contender is timed in each case")
+    parser.add_argument("--variants", help=f"also check and time these: {variants}, separated by ;")
     parser.add_argument("--load", action="store_true", help="also record clock and power under each contender (0.7 s)")
+    add_timing(parser, rounds=5)
+
+
+def add_timing(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """Add the options of `time_in_turns`."""
+    parser.add_argument("--rounds", type=int, default=rounds, help="how often each contender is timed in each case")
     parser.add_argument("--warmup-ms", type=int, default=25, help="warm-up of each timing")
     parser.add_argument("--rep-ms", type=int, default=50, help="length of each timing")
-    add_out(parser, out)
-
-
-def add_out(parser: argparse.ArgumentParser, name: str) -> None:
-    help_text = f"results file; default: {name} in $OUT or here"
-    default = os.path.join(os.environ.get("OUT", "."), name)
-    parser.add_argument("--out", type=output_file, default=default, help=help_text)
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -88,17 +90,6 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 def split_variants(text: str | None, joint: str = " ") -> list[str]:
     """The variants of a command line, which are separated by semicolons, with `joint` in place of all white space."""
     return [joint.join(words.split()) for words in (text or "").split(";") if words.strip()]
-
-
-def fields_of(variant: str) -> dict[str, str]:
-    """The fields that a variant changes: "tile_n=64,pack_gqa=False" -> {"tile_n": "64", "pack_gqa": "False"}.
-
-    Raises: ValueError for anything else.
-    """
-    found = [re.fullmatch(r"(\w+)=(.+)", change.strip()) for change in variant.split(",")]
-    if None in found:
-        raise ValueError(f"variant {variant!r}: expected name=value, several separated by commas")
-    return {match[1]: match[2] for match in found if match}
 
 
 def time_in_turns(calls: Mapping[str, Call], args: argparse.Namespace, seed: int) -> dict[str, list[float]]:
@@ -121,10 +112,20 @@ class Results:
     dtype: str = "bfloat16"
     direction: Direction = "fwd"
     tolerance: float = 0.05
-    _names: list[str] = dataclasses.field(default_factory=list)
 
     def tflops(self, cell: Cell, ms: Sequence[float]) -> float:
         return flops(cell.case(self.dtype, self.direction)) / statistics.median(ms) / 1e9
+
+    def measure(
+        self, cell: Cell, calls: Mapping[str, Call], errors: Mapping[str, float], configs: Mapping[str, Any], args: Any
+    ) -> None:
+        """Time the calls of a case in turns, add its rows, and print a line.
+
+        Args: errors: of each call, and NaN if it has a NaN. configs: the configurations of the calls that have one.
+        """
+        times = time_in_turns(calls, args, seed=cell.seqlen)
+        loads = {name: under_load(call) for name, call in calls.items()} if args.load else {}
+        self.add(cell, times, errors, configs, loads)
 
     def add(
         self,
@@ -137,8 +138,7 @@ class Results:
         """Add the rows of a case, and print a line."""
         tflops = {name: self.tflops(cell, ms) for name, ms in times.items()}
         names = list(tflops)
-        if names != self._names:
-            self._names = names
+        if names != list(next(reversed(self.by_cell().values()), {})):
             print(f"\n{'D':>4} {'causal':>6} {'S':>6} " + " ".join(f"{n[:22]:>9}" for n in names) + "   ratio  best")
         ours = {name: value for name, value in tflops.items() if name not in self.peers}
         best_peer = max((tflops[name] for name in self.peers if name in tflops), default=math.nan)
@@ -184,6 +184,8 @@ class Results:
 
     def summarize(self) -> None:
         """Print onepass over the grid: TFLOP/s (ratio to the best peer), geometric mean and minimum of the ratios."""
+        if not self.report.rows:
+            return
         ratios = self.ratios()
         tflops = {cell: values["onepass"] for cell, values in self.by_cell().items() if "onepass" in values}
         seqlens = sorted({cell.seqlen for cell in tflops})
@@ -203,3 +205,16 @@ class Results:
                     f"{name}: geometric mean {mean:.3f} of the best peer, least {values[least]:.3f} ({where}), "
                     f"{len(values)} cases"
                 )
+
+
+def results_of(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """What each call returns. A call that does not run is left out, and the reason is printed."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except Exception as error:  # a kernel compiler has errors of its own
+            print(f"{name} not measured: {type(error).__name__}: {str(error)[:300]}")
+    return found

@@ -128,7 +128,8 @@ def _git() -> dict[str, Any]:
     top = _run("git", "-C", str(package), "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != package.parent:
         return {"commit": None, "has_local_changes": None}
-    changes = _run("git", "-C", top, "status", "--porcelain", "--", "onepass")
+    measured = "onepass", "benchmarks", ":!benchmarks/results"
+    changes = _run("git", "-C", top, "status", "--porcelain", "--", *measured)
     has_changes = None if changes is None else bool(changes)  # None: git did not answer
     return {"commit": _run("git", "-C", str(package), "rev-parse", "HEAD"), "has_local_changes": has_changes}
 

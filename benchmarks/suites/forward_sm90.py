@@ -1,9 +1,9 @@
 """The Hopper forward: is it right, how fast is it, and which configuration is fastest?
 
-    python -m onepass.bench.suites.forward_sm90                                       # check, then the grid
-    python -m onepass.bench.suites.forward_sm90 --no-check --cases 128c8192,256n512   # some cases only
-    python -m onepass.bench.suites.forward_sm90 --variants "n128 q2; n128 q2 queue"   # also these configurations
-    python -m onepass.bench.suites.forward_sm90 --variants try                        # also the ones in VARIANTS
+    python -m benchmarks forward_sm90                                       # check, then the grid
+    python -m benchmarks forward_sm90 --no-check --cases 128c8192,256n512   # some cases only
+    python -m benchmarks forward_sm90 --variants "n128 q2; n128 q2 queue"   # also these configurations
+    python -m benchmarks forward_sm90 --variants try                        # also the ones in VARIANTS
 
 A case is head_dim, c (causal) or n, and the sequence length; a configuration is a list of words, see `WORDS`. The grid
 is that of the FlashAttention-3 paper, see grid.py. Contenders take turns in each case; a figure is the median over the
@@ -18,31 +18,32 @@ import functools
 import itertools
 import math
 import random
-import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onepass
+from onepass import reference
+from onepass.bench import ablation
+from onepass.bench.cases import Case
+from onepass.bench.peers import Contender
+from onepass.dispatch import attention as dispatch
+from onepass.errors import UnsupportedError
+from onepass.kernels.compiler.compile import CompileRequest
+from onepass.kernels.config import ForwardConfigSm90
+from onepass.kernels.launch import forward_sm90 as launch
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.testing.budget import compare, compare_lse
+from onepass.testing.machine import describe
+from onepass.testing.results import Report
+from onepass.tuning.timing import host_us
 
-from ... import reference
-from ...dispatch import attention as dispatch
-from ...errors import UnsupportedError
-from ...kernels.config import ForwardConfigSm90
-from ...kernels.launch import forward_sm90 as launch
-from ...problem import AttentionInputs, AttentionProblem, Mask
-from ...testing.budget import compare, compare_lse
-from ..machine import describe, under_load
-from ..rows import Report
-from ..timing import host_us
-from . import grid
-from .ahead import compile_ahead
+from ..harness import contenders as shared
+from ..harness import grid
+from ..harness.suite import Args, Check, verdict
 
 DEVICE = "cuda"
 
@@ -102,6 +103,7 @@ def configuration(words: str) -> ForwardConfigSm90:
     return ForwardConfigSm90(**fields)
 
 
+@functools.cache  # what cannot be measured is said once
 def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfigSm90]:
     """The configurations of --variants that a case can take, by name."""
     if text is None:
@@ -377,133 +379,70 @@ def check_one(case: CheckedCase, config: ForwardConfigSm90 | None = None) -> tup
     same = torch.equal(out.view(torch.int16), again.view(torch.int16)) and torch.equal(
         lse.view(torch.int32), lse_again.view(torch.int32)
     )
-    message = "; ".join(str(r) for r in rows if not r.ok) + ("" if same else "; runs differ")
-    share = max(rows[0].error / rows[0].budget if rows[0].budget else 0.0, rows[1].error)
-    return all(r.ok for r in rows) and same, message or f"{share:.2f} of the budget"
+    return verdict(rows, differs=not same)
 
 
-def run_check(variants_text: str | None, head_dims: list[int]) -> bool:
-    """Check the cases with the default configurations or, with --variants, some of them with each variant."""
+def checked_jobs(args: Args) -> list[tuple[CheckedCase, tuple[str, ForwardConfigSm90] | None]]:
+    """The cases with the default configurations or, with --variants, some of them with each variant."""
     jobs: list[tuple[CheckedCase, tuple[str, ForwardConfigSm90] | None]] = []
-    if variants_text is None:
+    if args.variants is None:
         for case in check_cases():
             jobs += [(case, None), *((case, other) for other in other_orders(case))]
-    for head_dim in head_dims:
-        for causal in (False, True):
-            for name, config in variants(variants_text, head_dim, causal).items():
-                options = (("causal", True),) if causal else ()
-                for case in (
-                    CheckedCase(2, 1000, 1000, 4, 2, head_dim, options=options),
-                    CheckedCase(2, 900, 1000, 4, 2, head_dim, options=options),
-                    CheckedCase(1, 700, 300, 4, 2, head_dim, options=options, scale=20.0),
-                    CheckedCase(9, 100, 128, 16, 16, head_dim, options=options),
-                    CheckedCase(4, 4096, 4096, 8, 8, head_dim, options=options),
-                ):
-                    jobs.append((case, (name, config)))
-    requests = []
-    for case, variant in jobs:
-        if case.packed is not None or (case.seqlen_q and case.seqlen_k):
-            problem = problem_of(case.inputs(), **dict(case.options))
-            config = variant[1] if variant else default_config(problem)
-            requests.append(launch.compile_request(problem, config))
-    compile_ahead(requests)
-    failed = 0
-    for case, variant in jobs:
+    for head_dim, causal in itertools.product(args.head_dims, (False, True)):
+        for variant in variants(args.variants, head_dim, causal).items():
+            options = (("causal", True),) if causal else ()
+            jobs += [
+                (CheckedCase(2, 1000, 1000, 4, 2, head_dim, options=options), variant),
+                (CheckedCase(2, 900, 1000, 4, 2, head_dim, options=options), variant),
+                (CheckedCase(1, 700, 300, 4, 2, head_dim, options=options, scale=20.0), variant),
+                (CheckedCase(9, 100, 128, 16, 16, head_dim, options=options), variant),
+                (CheckedCase(4, 4096, 4096, 8, 8, head_dim, options=options), variant),
+            ]
+    return jobs
+
+
+def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
+    for case, variant in checked_jobs(args):
         label = f"{case}" + (f" [{variant[0]}]" if variant else "")
-        print(f"  {label:88s}", end="", flush=True)  # before the run: a hang shows where
-        try:
-            ok, message = check_one(case, variant[1] if variant else None)
-        except Exception as error:
-            ok, message = False, f"{type(error).__name__}: {str(error)[:300]}"
-        failed += not ok
-        print(f"{'ok  ' if ok else 'FAIL'} {message}", flush=True)
-    print(f"check: {len(jobs) - failed} of {len(jobs)} passed", flush=True)
-    return failed == 0
+        yield Check(label, functools.partial(check_one, case, variant and variant[1]))
 
 
 # ---------------------------------------------------------------- speed
 
 
-def peers(names: list[str]) -> dict[str, Callable]:
-    """The peers that can be imported: name -> prepare(q, k, v, causal) -> call, on (batch, seqlen, heads, dim) tensors.
-
-    torch's SDPA gets contiguous (batch, heads, seqlen, dim) copies, which are made before it is timed.
-    """
-
-    def sdpa(backend: SDPBackend) -> Callable:
-        def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable:
-            q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-
-            def call() -> Tensor:
-                with sdpa_kernel(backend):
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-            return call
-
-        return prepare
-
-    def direct(function: Callable) -> Callable:
-        return lambda q, k, v, causal: lambda: _first(function(q, k, v, causal=causal))
-
-    found: dict[str, Callable] = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION), "fa2": sdpa(SDPBackend.FLASH_ATTENTION)}
-    try:
-        import fa3_fwd_interface
-
-        found["fa3"] = direct(fa3_fwd_interface.flash_attn_func)
-    except ImportError as error:
-        print("fa3 not measured:", error)
-    try:
-        from flash_attn.cute.interface import flash_attn_func
-
-        found["fa4"] = direct(flash_attn_func)
-    except ImportError as error:
-        print("fa4 not measured:", error)
-    return {name: found[name] for name in names if name in found}
+PEERS = {"cudnn": "sdpa-cudnn", "fa2": "sdpa-flash", "fa3": "fa3", "fa4": "fa4"}  # as `onepass bench` calls them
 
 
-def _first(x: Any) -> Tensor:
-    return x[0] if isinstance(x, tuple) else x
+def case_of(cell: grid.Cell, args: Args) -> Case:
+    return cell.case()
 
 
-def run_grid(args: argparse.Namespace, report: Report) -> None:
-    contenders = peers(args.peers.split(","))
-    results = grid.Results(report, list(contenders))
-    requests, configs = [], {}
-    for cell in grid.cells(args):
-        q = torch.empty(1, cell.seqlen, 1, cell.head_dim, dtype=torch.bfloat16, device="meta")
-        problem = dataclasses.replace(problem_of(AttentionInputs(q, q, q), causal=cell.causal), device_type="cuda")
-        configs[cell] = {"onepass": default_config(problem)} | variants(args.variants, cell.head_dim, cell.causal)
-        requests += [launch.compile_request(problem, config) for config in configs[cell].values()]
-    compile_ahead(requests)
-
-    for cell, own in configs.items():
-        shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
-        q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-        inputs = AttentionInputs(q, k, v)
-        problem = problem_of(inputs, causal=cell.causal)
-        calls = {name: prepare(q, k, v, cell.causal) for name, prepare in contenders.items()}
-        for name, config in own.items():
-            calls[name] = functools.partial(run_kernel, problem, inputs, config)
-        expected = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=cell.causal
-        )
-        expected = expected.transpose(1, 2).float()
-        errors = {}
-        for name, call in list(calls.items()):
-            try:
-                errors[name] = float((call().float() - expected).abs().max())
-                torch.cuda.synchronize()
-            except Exception as error:
-                print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
-                del calls[name]
-        times = grid.time_in_turns(calls, args, seed=cell.seqlen)
-        loads = {name: under_load(call) for name, call in calls.items()} if args.load else {}
-        results.add(cell, times, errors, own, loads)
-    results.summarize()
+def configurations(case: Case, text: str | None) -> dict[str, ForwardConfigSm90]:
+    """The configurations of the kernel that are measured, by name."""
+    default = default_config(ablation.problem_of(case, "cuda"))
+    return {"onepass": default} | variants(text, case.head_dim, case.causal)
 
 
-def run_kernel(problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfigSm90) -> Tensor:
-    return launch.forward(problem, inputs, config)[0]
+def contenders(case: Case, args: Args) -> shared.Contenders:
+    kernel, problem = ablation.kernels("fwd")["sm90"], ablation.problem_of(case, DEVICE)
+    ours = {
+        name: Contender(name, ablation.attend_with(kernel, problem, config))
+        for name, config in configurations(case, args.variants).items()
+    }
+    return {name: one for name, one in (dict(args.rivals) | ours).items() if one.refusal(case) is None}
+
+
+def requests(args: Args) -> list[CompileRequest]:
+    """The kernels of the check and of the grid."""
+    found = []
+    for checked, variant in [] if args.no_check else checked_jobs(args):
+        if checked.packed is not None or (checked.seqlen_q and checked.seqlen_k):
+            problem = problem_of(checked.inputs(), **dict(checked.options))
+            found.append(launch.compile_request(problem, variant[1] if variant else default_config(problem)))
+    for case in [] if args.no_grid else [case_of(cell, args) for cell in grid.cells(args)]:
+        problem = ablation.problem_of(case, "cuda")
+        found += [launch.compile_request(problem, config) for config in configurations(case, args.variants).values()]
+    return found
 
 
 def call_cost_us() -> dict[str, float]:
@@ -519,24 +458,29 @@ def call_cost_us() -> dict[str, float]:
     return costs
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    grid.add_arguments(parser, peers="cudnn,fa3,fa4", out="forward_sm90.json")
-    parser.add_argument("--variants", help="also check and time these: 'try', or configurations separated by ;")
-    args = parser.parse_args(argv)
-
-    warnings.filterwarnings("ignore", message="Argument aux_data")  # FlashAttention-4 gives it under this compiler
-    report = Report(describe(DEVICE) | {"suite": "forward_sm90"}, args.out)
-    print(report.header, flush=True)
-    ok = False
-    with report.recording():
-        ok = args.no_check or run_check(args.variants, args.head_dims)
-        report.header["call_cost_us"] = call_cost_us()
-        report.save()
-        if not args.no_grid:
-            run_grid(args, report)
-    return report.exit_status(ok)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    grid.add_arguments(parser, peers="cudnn,fa3,fa4", variants="'try', or lists of words")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    args.rivals = shared.find_rivals(args.peers, PEERS, DEVICE, parser)
+    return describe(DEVICE) | {"suite": "forward_sm90"}
+
+
+def finish(args: Args, report: Report) -> None:
+    report.header["call_cost_us"] = call_cost_us()
+
+
+SUITE = shared.grid_suite(
+    "forward_sm90",
+    __doc__,
+    lambda: DEVICE,
+    case_of,
+    configurations,
+    contenders,
+    finish,
+    add_options=add_options,
+    start=start,
+    checks=checks,
+    requests=requests,
+)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from ...kernels.compiler import pool
-from ...kernels.compiler.compile import CompileRequest
+from onepass.kernels.compiler import pool
+from onepass.kernels.compiler.compile import CompileRequest
 
 
 def compile_ahead(requests: Iterable[CompileRequest]) -> None:

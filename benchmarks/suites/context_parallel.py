@@ -1,8 +1,8 @@
 """Attention over the ranks of a process group, beside one device and the peers.
 
     torchrun --nproc-per-node 4 -m onepass.cli bench context-parallel --json context-parallel.json
-    torchrun --nproc-per-node 4 -m onepass.bench.suites.context_parallel --cases causal,64/8 --out part.json
-    torchrun --nproc-per-node 2 -m onepass.bench.suites.context_parallel --smoke --device cpu
+    torchrun --nproc-per-node 4 -m benchmarks context_parallel --cases causal,64/8 --out part.json
+    torchrun --nproc-per-node 2 -m benchmarks context_parallel --smoke --device cpu
 
 On GPUs each rank takes the GPU of its LOCAL_RANK and NCCL; on a CPU gloo. A row has, for each contender:
 
@@ -15,7 +15,7 @@ On GPUs each rank takes the GPU of its LOCAL_RANK and NCCL; on a CPU gloo. A row
 - peak_bytes: the inputs and the most memory beside them, on the rank that needs most, without the memory that "copies"
   publish; peak_limit_bytes: the peak_bytes of one device divided by P, and two of 16 chunks of all keys and values.
 - received_bytes: the most bytes that a rank receives, by the estimate of the plan.
-- activity, with --activity: what the first rank's GPU does during one more call (`onepass.bench.activity`), in
+- activity, with --activity: what the first rank's GPU does during one more call (`benchmarks.harness.activity`), in
   milliseconds and as a picture.
 
 onepass has a contender for each engine, and on GPUs also one that reads rows by copies (the plan's transport). With
@@ -26,110 +26,29 @@ onepass has a contender for each engine, and on GPUs also one that reads rows by
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
 import os
-import random
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...distributed.layout import Run, visible_pairs
-from ...problem import Mask
-from .. import activity
-from ..flops import flops_of_pairs
-from ..machine import describe
-from ..rows import Report, Row, output_file, reason_of
-from ..timing import Samples, cpu_sampler, measure_interleaved
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, Row, reason_of
+from onepass.tuning.timing import Samples, cpu_sampler, measure_interleaved
+
+from ..harness import activity
+from ..harness.suite import Args, Suite, chosen
+from .context_parallel_cases import ContextCase, cases, smoke_cases
 from .context_parallel_contenders import Contender, LocalWork, Work, one_device, onepass_contenders, peers
 
-KINDS = ("causal", "full", "packed", "window")
-HEADS = ((64, 8), (32, 32))
-DIRECTIONS = ("fwd", "fwd+bwd")
-TOKENS_OF_WINDOWS = 65536  # of all ranks
-SHORTEST, LONGEST = 256, 16384  # packed documents
 TOLERANCE = 0.03  # of the rough comparison with one device, relative to the root mean square
 CHUNKS = 16
 SAMPLE_MS = 60.0
 ONE_DEVICE = "one device"
-
-
-@dataclass(frozen=True)
-class ContextCase:
-    """Self-attention over tokens that are spread over ranks.
-
-    Attributes:
-        kind: "causal", "full", "packed" (causal documents of log-uniform lengths) or "window" (causal).
-        tokens: the number of tokens of all ranks.
-        window: keys that a query sees, where kind is "window".
-    """
-
-    kind: str
-    heads_q: int
-    heads_kv: int
-    tokens: int
-    direction: str
-    head_dim: int = 128
-    window: int = 4096
-    document_lengths: tuple[int, int] = (SHORTEST, LONGEST)
-
-    @property
-    def label(self) -> str:
-        return f"{self.kind} {self.heads_q}/{self.heads_kv} s{self.tokens} {self.direction}"
-
-    @property
-    def has_backward(self) -> bool:
-        return self.direction != "fwd"
-
-    @property
-    def mask_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"causal": self.kind != "full"}
-        return options | ({"window": (self.window - 1, 0)} if self.kind == "window" else {})
-
-    @property
-    def offsets(self) -> list[int]:
-        """Where documents begin, and the number of tokens. Equal in every process."""
-        if self.kind != "packed":
-            return [0, self.tokens]
-        generator, offsets = random.Random(0), [0]
-        low, high = (math.log(length) for length in self.document_lengths)
-        while offsets[-1] < self.tokens:
-            length = round(math.exp(generator.uniform(low, high)))
-            offsets.append(min(self.tokens, offsets[-1] + length))
-        return offsets
-
-    @property
-    def flops(self) -> int:
-        mask = Mask.from_options(self.mask_options["causal"], self.mask_options.get("window"))
-        pairs = visible_pairs(Run(0, self.tokens), self.offsets, mask) * self.heads_q
-        directions = ("fwd", "bwd") if self.has_backward else ("fwd",)
-        return sum(flops_of_pairs(pairs, direction, self.head_dim, self.head_dim) for direction in directions)
-
-
-def cases(num_ranks: int) -> list[ContextCase]:
-    """The cases on GPUs, with 8k and 16k tokens a rank."""
-    found = []
-    for kind, (heads_q, heads_kv) in itertools.product(KINDS, HEADS):
-        sizes = [TOKENS_OF_WINDOWS] if kind == "window" else [8192 * num_ranks, 16384 * num_ranks]
-        found += [ContextCase(kind, heads_q, heads_kv, *what) for what in itertools.product(sizes, DIRECTIONS)]
-    return found
-
-
-def smoke_cases(num_ranks: int) -> list[ContextCase]:
-    """Cases that a CPU computes at once; the tokens of the last case do not divide evenly among the ranks."""
-    heads = (8, 2), (4, 4), (8, 2), (4, 4)
-    tokens = [48 * num_ranks] * 3 + [48 * num_ranks + 1]
-    return [
-        ContextCase(kind, *of_case, size, direction, 16, window=24, document_lengths=(4, 60))
-        for kind, of_case, size, direction in zip(KINDS, heads, tokens, ("fwd+bwd", "fwd") * 2, strict=True)
-    ]
 
 
 # ---------------------------------------------------------------- ranks
@@ -319,7 +238,7 @@ def make_tensors(case: ContextCase, ranks: Ranks) -> list[Tensor]:
     return found
 
 
-def measure(case: ContextCase, args: argparse.Namespace, ranks: Ranks) -> Row:
+def measured(case: ContextCase, args: Args, ranks: Ranks) -> Row:
     """The row of a case. All ranks call this and return equal rows, except for the activity of their GPUs."""
     tensors = make_tensors(case, ranks)
     row: Row = {
@@ -437,8 +356,7 @@ def in_short(row: Row) -> list[str]:
     return lines
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default="", help="words; cases whose names have all of them; default: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=7, help="how often each contender is timed in each case")
@@ -447,37 +365,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--activity", action="store_true", help="on GPUs: record what the first GPU does in a call")
     parser.add_argument("--graphs", action="store_true", help="on GPUs: time CUDA graphs of onepass's calls, too")
     parser.add_argument("--smoke", action="store_true", help="a few small cases")
-    parser.add_argument("--out", type=output_file, default=None, help="results file, JSON, written row by row")
-    args = parser.parse_args(argv)
-    ranks = Ranks.join(args.device)
+
+
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    args.ranks = ranks = Ranks.join(args.device)
     if args.graphs and ranks.device.type != "cuda":
         parser.error(f"--graphs: expected GPUs, got --device {args.device}")
-    every = smoke_cases(ranks.size) if args.smoke else cases(ranks.size)
-    words = [word for word in args.cases.split(",") if word]
-    chosen = [case for case in every if all(word in case.label for word in words)]
-    if not chosen:
-        parser.error(f"--cases: expected words of {', '.join(case.label for case in every)}, got {args.cases}")
-    return run(chosen, args, ranks)
-
-
-def run(chosen: Sequence[ContextCase], args: argparse.Namespace, ranks: Ranks) -> int:
-    """Measure the cases; rank 0 prints, and writes args.out. Returns: the exit status."""
-    path: Path | None = args.out if ranks.rank == 0 else None
+    args.chosen = chosen(smoke_cases(ranks.size) if args.smoke else cases(ranks.size), args.cases, all, parser)
+    if ranks.rank > 0:
+        args.out = None
     header = describe(str(ranks.device)) | {"suite": "context-parallel", "ranks": ranks.size}
-    report = Report(header | {"backend": dist.get_backend(), "rounds": args.rounds}, path)
-    with report.recording():
-        for case in chosen:
-            row = measure(case, args, ranks)
-            report.add(row)
-            if ranks.rank == 0:
-                print("\n".join(in_short(row)), flush=True)
-            if ranks.device.type == "cuda":
-                torch.cuda.empty_cache()
-    wrong = any(name.startswith("onepass") or name == ONE_DEVICE for row in report.rows for name in row["failed"])
-    return report.exit_status(not wrong)
+    return header | {"backend": dist.get_backend(), "rounds": args.rounds}
 
 
-if __name__ == "__main__":
-    status = main()
-    dist.destroy_process_group()
-    sys.exit(status)
+def measure(case: ContextCase, args: Args, report: Report) -> None:
+    row = measured(case, args, args.ranks)
+    report.add(row)
+    if args.ranks.rank == 0:
+        print("\n".join(in_short(row)), flush=True)
+    if args.ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_wrong(row: Row) -> bool:
+    return any(name.startswith("onepass") or name == ONE_DEVICE for name in row["failed"])
+
+
+SUITE = Suite(
+    "context_parallel",
+    __doc__,
+    add_options,
+    start,
+    lambda args: args.chosen,
+    measure,
+    finish=lambda args, report: dist.destroy_process_group(),
+    is_wrong=is_wrong,
+    prints_header=False,
+)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..api import fast_path
+from onepass.api import fast_path
 
 # Parts of the names of kernels of each kind; the first kind that fits counts.
 KINDS = {

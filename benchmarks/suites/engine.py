@@ -1,7 +1,7 @@
 """Tokens per second of a serving loop with continuous batching: onepass over pages beside FlashAttention-3.
 
-    python -m onepass.bench.suites.engine                 # 1, 16 and 128 requests, on a GPU
-    python -m onepass.bench.suites.engine --small         # on a CPU, to see that it runs
+    python -m benchmarks engine                 # 1, 16 and 128 requests, on a GPU
+    python -m benchmarks engine --small         # on a CPU, to see that it runs
 
 A step is what an inference engine does: the tokens of a step, single tokens of running requests beside chunks of new
 prompts, are packed into one batch; each layer writes their keys and values into the cache and attends over it. Steps
@@ -18,9 +18,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import onepass
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, Row
 
-from ..machine import describe
-from ..rows import Report
-from . import grid
+from ..harness.suite import Args, Suite
 
 PAGE_SIZE = 64
 PAGED, DENSE, FA3 = "onepass page 64", "onepass", "fa3"
@@ -254,8 +253,9 @@ class Engine:
         return replay
 
 
-def measure(model: Model, count: int, rounds: int, report: Report) -> None:
-    sizes = model.sizes
+@torch.inference_mode()
+def measure(count: int, args: Args, report: Report) -> None:
+    model, sizes = args.model, args.model.sizes
     generator = torch.Generator().manual_seed(count)
     lengths = [sizes.prompt - b * 37 % (sizes.prompt // 2 + 1) for b in range(count)]
     prompts = [torch.randint(sizes.vocabulary, (n,), generator=generator) for n in lengths]
@@ -264,7 +264,7 @@ def measure(model: Model, count: int, rounds: int, report: Report) -> None:
         ways[FA3] = fa3, False
     found: dict[str, Tensor] = {}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for i in range(rounds + 1):  # the first round compiles
+    for i in range(args.rounds + 1):  # the first round compiles
         for name, (attend, is_paged) in ways.items():
             engine = Engine(model, attend, count, is_paged)
             _wait(sizes.device)
@@ -275,7 +275,8 @@ def measure(model: Model, count: int, rounds: int, report: Report) -> None:
                 seconds[name].append(round(time.perf_counter() - start, 5))
     rates = {name: round(count * sizes.new / statistics.median(times), 1) for name, times in seconds.items()}
     same = {name: round(float((tokens == found[PAGED]).float().mean()), 4) for name, tokens in found.items()}
-    row = {"requests": count, "new_tokens": sizes.new, "seconds": seconds, "tokens_per_s": rates, "same_tokens": same}
+    row: Row = {"requests": count, "new_tokens": sizes.new, "dtype": str(sizes.dtype), "seconds": seconds}
+    row |= {"tokens_per_s": rates, "same_tokens": same}
     if FA3 in rates:
         row["ratio"] = round(rates[PAGED] / rates[FA3], 3)
     report.add(row)
@@ -287,21 +288,29 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each contender serves all requests")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
-    grid.add_out(parser, "engine.json")
-    options = parser.parse_args(argv)
-    sizes = SMALL if options.small else LARGE
-    report = Report({**describe(sizes.device), "sizes": {n: str(x) for n, x in sizes._asdict().items()}}, options.out)
-    model = Model(sizes)
-    with report.recording(), torch.inference_mode():
-        for count in sizes.requests:
-            measure(model, count, options.rounds, report)
-    # in float32 a dense cache gives the same tokens as pages
-    return int(sizes.dtype == torch.float32 and any(row["same_tokens"][DENSE] < 1 for row in report.rows))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    args.model = Model(SMALL if args.small else LARGE)
+    sizes = args.model.sizes
+    return describe(sizes.device) | {"suite": "engine", "sizes": {n: str(x) for n, x in sizes._asdict().items()}}
+
+
+def is_wrong(row: Row) -> bool:
+    """In float32 a dense cache gives the same tokens as pages."""
+    return row["dtype"] == str(torch.float32) and row["same_tokens"][DENSE] < 1
+
+
+SUITE = Suite(
+    "engine",
+    __doc__,
+    add_options,
+    start,
+    lambda args: args.model.sizes.requests,
+    measure,
+    is_wrong=is_wrong,
+    out="engine.json",
+)

@@ -1,7 +1,7 @@
 """Whole models with onepass and with torch's SDPA: generation, training, a diffusion transformer, and the first step.
 
-    python -m onepass.bench.suites.models                               # all parts, on a GPU
-    python -m onepass.bench.suites.models --parts train --small         # on a CPU, to see that it runs
+    python -m benchmarks models                               # all parts, on a GPU
+    python -m benchmarks models --parts train --small         # on a CPU, to see that it runs
 
 generate    transformers' Llama (random weights), greedy, new tokens per second: prompts of 1k and 32k tokens, batch 1
             and 4, with and without padding on the left. Before they are timed, both generate a few tokens while a wait
@@ -28,21 +28,21 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...integrations import torch_sdpa
-from ...processes import python_command
-from ..machine import describe
-from ..rows import Report
-from . import grid
+from onepass.integrations import torch_sdpa
+from onepass.processes import python_command
+from onepass.testing.machine import describe
+from onepass.testing.results import Report
+
+from ..harness.suite import Args, Suite
 
 OURS, TORCH = "onepass", "sdpa"
 PARTS = ("generate", "train", "diffusion", "first")
@@ -147,7 +147,7 @@ def make_llama(sizes: Sizes, attention: str = TORCH) -> Any:
     """A Llama with random weights. Registers onepass, so that a model may be switched to it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from ...integrations.transformers import register
+    from onepass.integrations.transformers import register
 
     register(OURS)
     torch.manual_seed(0)
@@ -167,7 +167,7 @@ def no_waiting_in_attention(device: str) -> Iterator[list[int]]:
     """
     from transformers import AttentionInterface
 
-    from ...integrations.transformers import attention_forward
+    from onepass.integrations.transformers import attention_forward
 
     calls: list[int] = []
 
@@ -188,10 +188,11 @@ def no_waiting_in_attention(device: str) -> Iterator[list[int]]:
         AttentionInterface.register(OURS, attention_forward)
 
 
-def generate(sizes: Sizes, rounds: int, report: Report) -> None:
+def generate(args: Args, report: Report) -> None:
+    sizes = args.sizes
     model = make_llama(sizes).eval()
     for case in itertools.product(sizes.caches, sizes.prompts, sizes.batches, map(bool, sizes.padding)):
-        show(_generated(model, sizes, *case, rounds), report)
+        show(_generated(model, sizes, *case, args.rounds), report)
 
 
 def _generated(
@@ -242,7 +243,8 @@ def train_step(model: Any, tokens: Tensor) -> float:
     return float(loss.detach())
 
 
-def train(sizes: Sizes, rounds: int, report: Report) -> None:
+def train(args: Args, report: Report) -> None:
+    sizes = args.sizes
     model = make_llama(sizes).train()
     for seqlen in sizes.trained:
         batch = max(1, sizes.tokens_of_a_step // seqlen)
@@ -256,7 +258,7 @@ def train(sizes: Sizes, rounds: int, report: Report) -> None:
         for name in (TORCH, OURS):
             step(name)  # compiles
         calls: dict[str, Callable[[], Any]] = {TORCH: lambda s=step: s(TORCH), OURS: lambda s=step: s(OURS)}  # type: ignore[misc]
-        seconds = in_turns(calls, rounds, sizes.device)
+        seconds = in_turns(calls, args.rounds, sizes.device)
         agrees = abs(losses[OURS] / losses[TORCH] - 1) < CLOSE
         show(row_of("train", {"seqlen": seqlen, "batch": batch}, seconds, tokens.numel(), agrees=agrees), report)
 
@@ -264,14 +266,14 @@ def train(sizes: Sizes, rounds: int, report: Report) -> None:
 # ---------------------------------------------------------------- the first step
 
 
-def first(sizes: Sizes, options: argparse.Namespace, report: Report) -> None:
+def first(args: Args, report: Report) -> None:
     """Time the first step of each contender in a process of its own, with an empty kernel cache."""
-    seqlen, seconds = sizes.trained[0], {}
+    seqlen, seconds = args.sizes.trained[0], {}
     for name in (TORCH, OURS):
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "ONEPASS_CACHE_DIR": os.path.join(folder, "kernels")}
-            arguments = ["--first-step-of", name, *["--small"] * options.small]
-            command = python_command("from onepass.bench.suites.models import main; main()", *arguments)
+            arguments = ["--first-step-of", name, *["--small"] * args.small]
+            command = python_command("from benchmarks.suites.models import SUITE; SUITE.main()", *arguments)
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode:
                 raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
@@ -325,7 +327,8 @@ def fa3() -> Attend | None:
     return attend
 
 
-def diffusion(sizes: Sizes, rounds: int, report: Report) -> None:
+def diffusion(args: Args, report: Report) -> None:
+    sizes = args.sizes
     torch.manual_seed(0)
     with torch.device(sizes.device):
         blocks = nn.ModuleList(Block(sizes.width, sizes.heads) for _ in range(sizes.layers)).to(sizes.dtype)
@@ -350,16 +353,14 @@ def diffusion(sizes: Sizes, rounds: int, report: Report) -> None:
         assert torch_sdpa.fallbacks() == {}, torch_sdpa.fallbacks()
         largest = float(outputs[TORCH].abs().max())
         agrees = all(float((t - outputs[TORCH]).abs().max()) < CLOSE * largest for t in outputs.values())
-        seconds = in_turns(calls, rounds, sizes.device, around)
+        seconds = in_turns(calls, args.rounds, sizes.device, around)
         show(row_of("diffusion", {"seqlen": seqlen, "heads": sizes.heads}, seconds, seqlen, agrees=agrees), report)
 
 
-# ---------------------------------------------------------------- the command
+# ---------------------------------------------------------------- the suite
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns: the exit status, 1 if results of contenders do not agree."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=3, help="how often each contender is timed in each case")
     parser.add_argument("--prompts", type=int, nargs="+", help="tokens of the prompts to generate from")
@@ -368,27 +369,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--padding", type=int, choices=(0, 1), nargs="+", help="1: prompts of different lengths")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--first-step-of", choices=(OURS, TORCH), help=argparse.SUPPRESS)
-    grid.add_out(parser, "models.json")
-    options = parser.parse_args(argv)
-    sizes = Sizes(options.small)
+
+
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    args.sizes = sizes = Sizes(args.small)
     for name in ("prompts", "batches", "caches", "padding"):
-        if (given := getattr(options, name)) is not None:
+        if (given := getattr(args, name)) is not None:
             setattr(sizes, name, given)
-    if options.first_step_of:
-        print(json.dumps(first_step(sizes, options.first_step_of)))
-        return 0
-    parts = options.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
+    if args.first_step_of:
+        print(json.dumps(first_step(sizes, args.first_step_of)))
+        parser.exit()
+    args.parts = args.parts.split(",")
+    if unknown := set(args.parts) - set(PARTS):
         parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    report = Report({**describe(sizes.device), "sets": parts, "rounds": options.rounds}, options.out)
-    with report.recording():
-        if "first" in parts:
-            first(sizes, options, report)
-        for name, part in (("diffusion", diffusion), ("train", train), ("generate", generate)):
-            if name in parts:
-                part(sizes, options.rounds, report)
-    return 0 if all(row.get("agrees", True) for row in report.rows) else 1
+    return describe(sizes.device) | {"suite": "models", "sets": args.parts, "rounds": args.rounds}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def measure(part: str, args: Args, report: Report) -> None:
+    {"first": first, "diffusion": diffusion, "train": train, "generate": generate}[part](args, report)
+
+
+SUITE = Suite(
+    "models",
+    __doc__,
+    add_options,
+    start,
+    lambda args: [part for part in ("first", "diffusion", "train", "generate") if part in args.parts],
+    measure,
+    is_wrong=lambda row: not row.get("agrees", True),
+    out="models.json",
+)

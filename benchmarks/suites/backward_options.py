@@ -1,7 +1,7 @@
 """The Hopper backward beyond the paper's grid: query heads in groups, packed sequences, windows, head dims, options.
 
-    python -m onepass.bench.suites.backward_options                      # all cases, beside FlashAttention-4
-    python -m onepass.bench.suites.backward_options --cases packed,GQA      # cases whose names have one of the words
+    python -m benchmarks backward_options                      # all cases, compared with FlashAttention-4
+    python -m benchmarks backward_options --cases packed,GQA      # cases whose names have one of the words
 
 The backward pass alone is timed, as in backward_sm90.py; contenders take turns. A case with sinks or a softcap is
 measured beside onepass without this option ("plain"), all others beside FlashAttention-4. Cases have 16k tokens of
@@ -16,9 +16,7 @@ import itertools
 import math
 import random
 import statistics
-import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,16 +24,17 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.geometry.block_range import count_visible_pairs
+from onepass.kernels.compiler.compile import CompileRequest
+from onepass.kernels.launch import backward_sm90 as backward_launch
+from onepass.ops.attention import problem_of
+from onepass.problem import AttentionInputs
+from onepass.testing.machine import describe
+from onepass.testing.results import Report
 
-from ...geometry.block_range import count_visible_pairs
-from ...kernels.launch import backward_sm90 as backward_launch
-from ...ops.attention import problem_of
-from ...problem import AttentionInputs
-from ..machine import describe
-from ..rows import Report
-from . import grid
-from .ahead import compile_ahead
-from .backward_sm90 import max_relative_error
+from ..harness import grid
+from ..harness.contenders import max_relative_error
+from ..harness.suite import Args, Suite, chosen
 
 DEVICE = "cuda"
 TOKENS, PACKED_TOKENS, HIDDEN = 16384, 32768, 2048
@@ -185,7 +184,7 @@ def contenders(case: OptionCase, t: Tensors) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def measure(case: OptionCase, args: argparse.Namespace, report: Report) -> None:
+def measure(case: OptionCase, args: Args, report: Report) -> None:
     """Time a case and add its row."""
     tensors = make_tensors(case)
     calls = contenders(case, tensors)
@@ -212,10 +211,10 @@ def measure(case: OptionCase, args: argparse.Namespace, report: Report) -> None:
     print(f"{case.label:60s} {speeds:40s} ratio {ratio}{' DISAGREES' if wrong else ''}", flush=True)
 
 
-def requests(chosen: Sequence[OptionCase]) -> list:
+def requests(args: Args) -> list[CompileRequest]:
     """The kernels of all cases."""
     found = []
-    for case in chosen:
+    for case in args.chosen:
         t = make_tensors(case, "meta")
         inputs = AttentionInputs(t.q, t.k, t.v, t.sinks, t.cu_seqlens, t.cu_seqlens)
         left, right = case.window or (None, 0 if case.causal else None)
@@ -224,26 +223,24 @@ def requests(chosen: Sequence[OptionCase]) -> list:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default="", help="words; cases whose names have one of them; default: all")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each contender is timed in each case")
-    parser.add_argument("--warmup-ms", type=int, default=25, help="warm-up of each timing")
-    parser.add_argument("--rep-ms", type=int, default=50, help="length of each timing")
-    grid.add_out(parser, "backward_options.json")
-    args = parser.parse_args(argv)
-    words = [word for word in args.cases.split(",") if word]
-    chosen = [case for case in cases() if not words or any(word in case.label for word in words)]
-    if not chosen:
-        parser.error(f"--cases: expected words of {', '.join(case.label for case in cases())}, got {args.cases}")
-    warnings.filterwarnings("ignore", message="Argument aux_data")  # FlashAttention-4 gives it under this compiler
-    report = Report(describe(DEVICE) | {"suite": "backward_options"}, args.out)
-    with report.recording():
-        compile_ahead(requests(chosen))
-        for case in chosen:
-            measure(case, args, report)
-    return report.exit_status(not any(row["disagrees"] for row in report.rows))
+    grid.add_timing(parser, rounds=3)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    args.chosen = chosen(cases(), args.cases, any, parser)
+    return describe(DEVICE) | {"suite": "backward_options"}
+
+
+SUITE = Suite(
+    "backward_options",
+    __doc__,
+    add_options,
+    start,
+    lambda args: args.chosen,
+    measure,
+    requests=requests,
+    is_wrong=lambda row: row["disagrees"],
+    out="backward_options.json",
+)

@@ -1,14 +1,14 @@
 """attention_decode of packed queries on a GPU: prompts in chunks beside single tokens, beside FlashAttention-3.
 
-    python -m onepass.bench.suites.decode_packed                                        # check, then all cases
-    python -m onepass.bench.suites.decode_packed --variants "dynamic_tiles=False; pack_gqa=False; num_warpgroups=3"
-    python -m onepass.bench.suites.decode_packed --prompts --e4m3                       # prompts, also over e4m3 caches
+    python -m benchmarks decode_packed                                        # check, then all cases
+    python -m benchmarks decode_packed --variants "dynamic_tiles=False; pack_gqa=False; num_warpgroups=3"
+    python -m benchmarks decode_packed --prompts --e4m3                       # prompts, also over e4m3 caches
 
 A case is a batch as an engine with continuous batching makes it, see CASES. Contenders take turns: onepass over a dense
 cache and over pages of 16 and 64 keys at random places, and FlashAttention-3's flash_attn_with_kvcache with
 cu_seqlens_q over the same caches ("fa3 .."). Times are those of replayed CUDA graphs; TFLOP/s counts visible pairs,
 TB/s K and V of every sequence once, q, out and lse. Ratios are to fa3 over the same cache. Variants are fields of
-`ForwardConfigSm90` (for the Hopper forward), num_splits, and hint=false for a call without max_seqlen_q. With --e4m3
+`ForwardConfigSm90` (for the Hopper forward), num_splits, and hint=False for a call without max_seqlen_q. With --e4m3
 onepass also reads the same caches rounded to e4m3, and is compared with attention over the rounded values. The results
 go to --out as JSON after every case.
 """
@@ -18,34 +18,35 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import math
 import re
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import onepass
+from onepass import reference
+from onepass.api import decode_calls
+from onepass.bench import decode as bench
+from onepass.bench.cases import Case, decode_case
+from onepass.bench.check import PEER_FACTOR
+from onepass.bench.flops import bytes_moved, flops
+from onepass.kernels.config import ForwardConfigSm90
+from onepass.kernels.launch import decode_sm90 as decode_launch
+from onepass.kernels.launch.decode import DecodeLaunch
+from onepass.problem.decode import DecodeProblem
+from onepass.testing.budget import OUT_FACTOR, compare
+from onepass.testing.results import Report, Row
+from onepass.tuning.timing import CudaSampler
 
-from ... import reference
-from ...api import decode_calls
-from ...kernels.launch import decode_sm90 as decode_launch
-from ...kernels.launch.decode import DecodeLaunch
-from ...problem.decode import DecodeProblem
-from ...testing.budget import OUT_FACTOR, compare
-from .. import decode as bench
-from ..cases import Case, decode_case
-from ..check import PEER_FACTOR
-from ..flops import bytes_moved, flops
-from ..machine import describe
-from ..rows import Report, Row
-from ..timing import CudaSampler, measure_interleaved
-from . import grid
+from ..harness import grid
+from ..harness.contenders import literals
+from ..harness.suite import Args, Check, Suite, verdict
+from .decode import add_timing, header_of, time_in_turns
 
 DEVICE = "cuda"
 PAGE_SIZES = (None, 16, 64)
@@ -186,27 +187,26 @@ def fa3_run(module: Any, step: Step) -> Tensor:
 
 def variant_run(changes: str, step: Step) -> Tensor:
     """A step with another configuration of the Hopper forward than onepass would choose, or with another call."""
-    arguments, fields = step._asdict(), grid.fields_of(changes)
-    if fields.pop("hint", "true") == "false":
+    values = literals(changes, ["hint", "num_splits", *(field.name for field in fields(ForwardConfigSm90))])
+    arguments = step._asdict()
+    if not values.pop("hint", True):
         arguments["max_seqlen_q"] = None
-    if set(fields) <= {"num_splits"}:
-        return onepass.attention_decode(**arguments | {name: int(value) for name, value in fields.items()})
+    if set(values) <= {"num_splits"}:
+        return onepass.attention_decode(**arguments | values)
     del arguments["max_seqlen_q"]
     problem, inputs = decode_calls.problem_of("bench", arguments)
-    return _variant_launch(changes, problem)(inputs)[0]
+    num_splits = values.pop("num_splits", None)
+    return _variant_launch(frozenset(values.items()), replace(problem, num_splits=num_splits))(inputs)[0]
 
 
 @functools.cache
-def _variant_launch(changes: str, problem: DecodeProblem) -> DecodeLaunch:
-    fields = grid.fields_of(changes)
-    num_splits, device = fields.pop("num_splits", None), torch.device(DEVICE)
-    problem = replace(problem, num_splits=None if num_splits is None else int(num_splits))
-    config = decode_launch.config_of(problem, device)
-    given = {name: json.loads(value.lower()) for name, value in fields.items()}
-    return decode_launch.launch_with(problem, replace(config, **given), device)
+def _variant_launch(changes: frozenset[tuple[str, Any]], problem: DecodeProblem) -> DecodeLaunch:
+    device = torch.device(DEVICE)
+    config = replace(decode_launch.config_of(problem, device), **dict(changes))
+    return decode_launch.launch_with(problem, config, device)
 
 
-def contenders(args: argparse.Namespace) -> dict[str, tuple[Callable[[Step], Tensor], int | None]]:
+def contenders(args: Args) -> dict[str, tuple[Callable[[Step], Tensor], int | None]]:
     found: dict[str, tuple[Callable[[Step], Tensor], int | None]] = {}
     for size in PAGE_SIZES:
         suffix = "" if size is None else f" page {size}"
@@ -233,35 +233,30 @@ def in_pytorch(step: Step, dtype: torch.dtype) -> Tensor:
     return torch.cat(outs)
 
 
-def run_check(args: argparse.Namespace, cases: Sequence[Batch]) -> bool:
-    """Compare every contender with attention in float64, on new random data of a smaller batch of the same heads.
-
-    Returns: whether onepass is right; FlashAttention-3 is reported.
-    """
-    seed, tried, wrong = time.time_ns() % 2**31, 0, []
-    for heads, head_dim in dict.fromkeys((case.heads, case.head_dim) for case in cases):
+def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
+    """Compare every contender with attention in float64, on new random data of a smaller batch of the same heads."""
+    seed = time.time_ns() % 2**31
+    print("seed of the check:", seed)
+    for heads, head_dim in dict.fromkeys((case.heads, case.head_dim) for case in args.chosen):
         small = Batch("check", *CHECKED, heads, head_dim)
         for name, (run, page_size) in contenders(args).items():
-            step = given = make_step(small, page_size, seed)
-            if name.startswith(E4M3):
-                given, step = (rounded(step, torch.float8_e4m3fn, *more) for more in ((), (torch.bfloat16,)))
-            tried += 1
-            factor = PEER_FACTOR if name.startswith("fa3") else OUT_FACTOR
-            try:
-                row = compare(
-                    "out", run(given), in_pytorch(step, torch.float64), in_pytorch(step, torch.bfloat16), factor
-                )
-                message = "" if row.ok else str(row)
-            except Exception as error:
-                message = f"{type(error).__name__}: {str(error)[:300]}"
-            if message:
-                wrong.append(name)
-                print(f"  FAIL {name}, {small.label}: {message}", flush=True)
-    print(f"check: {tried - len(wrong)} of {tried} passed (seed {seed})", flush=True)
-    return all(name.startswith("fa3") for name in wrong)
+            check = functools.partial(check_one, name, run, small, page_size, seed)
+            yield Check(f"{name}, {small.label}", check, name.startswith("fa3"))
 
 
-def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> Row:
+def check_one(
+    name: str, run: Callable[[Step], Tensor], batch: Batch, page_size: int | None, seed: int
+) -> tuple[bool, str]:
+    step = given = make_step(batch, page_size, seed)
+    if name.startswith(E4M3):
+        given, step = (rounded(step, torch.float8_e4m3fn, *more) for more in ((), (torch.bfloat16,)))
+    factor = PEER_FACTOR if name.startswith("fa3") else OUT_FACTOR
+    exact, plain = (in_pytorch(step, dtype) for dtype in (torch.float64, torch.bfloat16))
+    return verdict([compare("out", run(given), exact, plain, factor)])
+
+
+def measure(batch: Batch, args: Args, report: Report) -> None:
+    about = report.header
     samplers: dict[str, Any] = {}
     failed = {}
     copies = max(1, min(bench.MOST_COPIES, math.ceil(bench.L2_TIMES * about["l2_bytes"] / batch.bytes)))
@@ -274,7 +269,7 @@ def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> Ro
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
             print(f"{batch.label}: {name} not measured: {failed[name]}", flush=True)
-    samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
+    samples = time_in_turns(samplers, args)
     rows: Row = {}
     for name, ms in samples.ms.items():
         peer = "fa3" + "".join(re.findall(r" page \d+", name))
@@ -288,50 +283,19 @@ def measure(batch: Batch, args: argparse.Namespace, about: dict[str, Any]) -> Ro
     step = make_step(batch, None, 0)
     problem, _ = decode_calls.problem_of("bench", step._asdict())
     launch = decode_launch.launch_with(problem, decode_launch.config_of(problem, step.q.device), step.q.device)
-    return {
-        "case": batch._asdict(),
-        "label": batch.label,
-        "copies": copies,
-        "num_splits": launch.num_splits,
-        "config": asdict(launch.config),
-        "contenders": rows,
-        "failed": failed,
-    }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases in CASES (PROMPTS); default: all")
-    parser.add_argument("--prompts", action="store_true", help="the cases in PROMPTS in place of those in CASES")
-    parser.add_argument("--e4m3", action="store_true", help="also over caches in e4m3")
-    parser.add_argument("--variants", help='such as "name=value,name=value", several separated by ;')
-    parser.add_argument("--seconds", type=float, default=0.05, help="seconds of timing for each contender")
-    parser.add_argument("--no-check", action="store_true", help="do not check the results")
-    grid.add_out(parser, "decode-packed.json")
-    args = parser.parse_args(argv)
-    cases = PROMPTS if args.prompts else CASES
-    cases = cases if args.cases is None else [cases[n] for n in args.cases]
-    try:
-        args.fa3 = bench._flash_attention_3()
-    except ImportError as error:
-        print("fa3 not measured:", error)
-        args.fa3 = None
-    torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
-    facts = {
-        "suite": "decode_packed",
-        "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
-        "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
-    }
-    report = Report(describe(DEVICE) | facts, args.out)
-    print(report.header, flush=True)
-    ok = False
-    with report.recording():
-        ok = args.no_check or run_check(args, cases)
-        for batch in cases:
-            report.add(measure(batch, args, report.header))
-            print_row(report.rows[-1])
-            torch.cuda.empty_cache()
-    return report.exit_status(ok)
+    report.add(
+        {
+            "case": batch._asdict(),
+            "label": batch.label,
+            "copies": copies,
+            "num_splits": launch.num_splits,
+            "config": asdict(launch.config),
+            "contenders": rows,
+            "failed": failed,
+        }
+    )
+    print_row(report.rows[-1])
+    torch.cuda.empty_cache()
 
 
 def print_row(row: Row) -> None:
@@ -343,5 +307,25 @@ def print_row(row: Row) -> None:
         print(f"    {name:40s} {1e3 * entry['median_ms']:9.1f} us {rates} {ratio}", flush=True)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases in CASES (PROMPTS); default: all")
+    parser.add_argument("--prompts", action="store_true", help="the cases in PROMPTS, not those in CASES")
+    parser.add_argument("--e4m3", action="store_true", help="also over caches in e4m3")
+    parser.add_argument("--variants", help=f"such as {grid.FIELDS}, several separated by ;")
+    add_timing(parser, seconds=0.05)
+
+
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    cases = PROMPTS if args.prompts else CASES
+    args.chosen = cases if args.cases is None else [cases[n] for n in args.cases]
+    try:
+        args.fa3 = bench._flash_attention_3()
+    except ImportError as error:
+        print("fa3 not measured:", error)
+        args.fa3 = None
+    return header_of("decode_packed", DEVICE)
+
+
+SUITE = Suite(
+    "decode_packed", __doc__, add_options, start, lambda args: args.chosen, measure, checks, out="decode-packed.json"
+)

@@ -1,7 +1,7 @@
 """What ranges of keys, left padding, ALiBi, a bias and dropout cost on a GPU, beside a call without them.
 
-    python -m onepass.bench.suites.modifiers                              # all cases, forward and backward
-    python -m onepass.bench.suites.modifiers --cases dropout,d128         # cases whose names have all of the words
+    python -m benchmarks modifiers                              # all cases, forward and backward
+    python -m benchmarks modifiers --cases dropout,d128         # cases whose names have all of the words
 
 A case is compared with the ordinary call that does as much work: a causal mask in the form of ranges or of positions
 with `causal=True`, documents in the form of ranges with packed sequences, and any other option with the same call
@@ -16,7 +16,6 @@ import argparse
 import functools
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +23,11 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.testing.machine import describe
+from onepass.testing.results import Report
 
-from ..machine import describe
-from ..rows import Report
-from . import grid
+from ..harness import grid
+from ..harness.suite import Args, Suite, chosen
 
 DEVICE = "cuda"
 TOKENS, HIDDEN, DOCUMENT = 16384, 2048, 1000
@@ -117,9 +117,9 @@ def attend(arguments: dict[str, Any], t: Tensors) -> Tensor:
     return function(**arguments).view_as(t.dout)
 
 
-def compile_ahead(chosen: Sequence[ModifierCase]) -> None:
+def compile_ahead(cases: Sequence[ModifierCase]) -> None:
     """Compile all kernels of the cases, several at a time."""
-    pairs = [(case, make_tensors(case, "meta")) for case in chosen]
+    pairs = [(case, make_tensors(case, "meta")) for case in cases]
     onepass.warmup([call for pair in pairs for call in (with_option(*pair), ordinary(*pair))], gradients=True)
 
 
@@ -129,7 +129,7 @@ def backward_of(call: Callable[[], Tensor], t: Tensors) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(out, (t.q, t.k, t.v), t.dout, retain_graph=True)
 
 
-def measure(case: ModifierCase, args: argparse.Namespace, report: Report) -> None:
+def measure(case: ModifierCase, args: Args, report: Report) -> None:
     """Time the forward and the backward of a case, and add its row."""
     t = make_tensors(case)
     forward: dict[str, Callable[[], Tensor]] = {
@@ -158,25 +158,25 @@ def measure(case: ModifierCase, args: argparse.Namespace, report: Report) -> Non
     print(f"{case.label:32s} {added}{' DISAGREES' if disagrees else ''}", flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default="", help="words; cases whose names have all of them; default: all")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each contender is timed in each case")
-    parser.add_argument("--warmup-ms", type=int, default=25, help="warm-up of each timing")
-    parser.add_argument("--rep-ms", type=int, default=50, help="length of each timing")
-    grid.add_out(parser, "modifiers.json")
-    args = parser.parse_args(argv)
-    words = [word for word in args.cases.split(",") if word]
-    chosen = [case for case in cases() if all(word in case.label for word in words)]
-    if not chosen:
-        parser.error(f"--cases: expected words of {', '.join(case.label for case in cases())}, got {args.cases}")
-    report = Report(describe(DEVICE) | {"suite": "modifiers"}, args.out)
-    compile_ahead(chosen)
-    with report.recording():
-        for case in chosen:
-            measure(case, args, report)
-    return report.exit_status(not any(row["disagrees"] for row in report.rows))
+    grid.add_timing(parser, rounds=3)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    args.chosen = chosen(cases(), args.cases, all, parser)
+    header = describe(DEVICE) | {"suite": "modifiers"}
+    compile_ahead(args.chosen)
+    return header
+
+
+SUITE = Suite(
+    "modifiers",
+    __doc__,
+    add_options,
+    start,
+    lambda args: args.chosen,
+    measure,
+    is_wrong=lambda row: row["disagrees"],
+    out="modifiers.json",
+)

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,13 @@ from torch import Tensor
 
 import onepass
 from onepass import distributed
+from onepass.distributed.attention import Call, out_rows, rows_first
+from onepass.distributed.cost import Hardware, estimate
+from onepass.distributed.local import LocalCalls, Options, OutRows, TermGradients, Terms
+from onepass.distributed.plan import ContextPlan
+from onepass.distributed.shipments import Coming, send_keys, send_queries
 
-from ...distributed.attention import Call, out_rows, rows_first
-from ...distributed.cost import Hardware, estimate
-from ...distributed.local import LocalCalls, Options, OutRows, TermGradients, Terms
-from ...distributed.plan import ContextPlan
-from ...distributed.shipments import Coming, send_keys, send_queries
-
-if TYPE_CHECKING:
-    from .context_parallel import ContextCase
+from .context_parallel_cases import ContextCase
 
 Work = Callable[[], Any]
 NO_DOCUMENTS = "expected one sequence, got documents"

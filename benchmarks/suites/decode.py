@@ -1,10 +1,10 @@
 """attention_decode on a GPU: is it right, how near to the memory's bandwidth is it, and which configuration is fastest?
 
-    python -m onepass.bench.suites.decode                     # check, then the grid beside FlashAttention-3
-    python -m onepass.bench.suites.decode --quick             # six cases
-    python -m onepass.bench.suites.decode --rows              # 4 to 1024 queries a sequence
-    python -m onepass.bench.suites.decode --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
-    python -m onepass.bench.suites.decode --quick --variants "num_splits=8; key_warps=2,num_stages=4; num_stages=2"
+    python -m benchmarks decode                     # check, then the grid with FlashAttention-3
+    python -m benchmarks decode --quick             # six cases
+    python -m benchmarks decode --rows              # 4 to 1024 queries a sequence
+    python -m benchmarks decode --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
+    python -m benchmarks decode --quick --variants "num_splits=8; key_warps=2,num_stages=4; num_stages=2"
 
 A case is the batch (b), keys (k), heads of q and of the cache (h), head_dim (d) and queries (q, 1 by default).
 Contenders take turns: onepass over a dense cache ("onepass") and over pages of 16, 64 and 256 keys at random places,
@@ -24,9 +24,8 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from types import ModuleType
 from typing import Any
@@ -34,26 +33,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch import decode
-from ...errors import UnsupportedError
-from ...kernels.compiler.compile import CompileRequest
-from ...kernels.config import LaunchConfig
-from ...kernels.config.arch import arch_of
-from ...kernels.launch import decode_sm80 as sm80
-from ...kernels.launch import decode_sm90 as sm90
-from ...kernels.launch.decode import DecodeLaunch, compile_requests
-from ...problem.decode import DecodeInputs, DecodeProblem
-from ...testing.budget import OUT_FACTOR, compare
-from .. import decode as bench
-from ..cases import Case, decode_case, get_case_set
-from ..check import PEER_FACTOR
-from ..decode import CacheCopies, Decoder, Step, problem_of
-from ..flops import bytes_moved, kv_bytes
-from ..machine import describe
-from ..rows import Report, Row
-from ..timing import host_us, measure_interleaved
-from . import grid
-from .ahead import compile_ahead
+from onepass.bench import decode as bench
+from onepass.bench.cases import Case, decode_case, get_case_set
+from onepass.bench.check import PEER_FACTOR
+from onepass.bench.decode import CacheCopies, Decoder, Step, problem_of
+from onepass.bench.flops import bytes_moved, kv_bytes
+from onepass.dispatch import decode
+from onepass.errors import UnsupportedError
+from onepass.kernels.compiler.compile import CompileRequest
+from onepass.kernels.config import LaunchConfig
+from onepass.kernels.config.arch import arch_of
+from onepass.kernels.launch import decode_sm80 as sm80
+from onepass.kernels.launch import decode_sm90 as sm90
+from onepass.kernels.launch.decode import DecodeLaunch, compile_requests
+from onepass.problem.decode import DecodeInputs, DecodeProblem
+from onepass.testing.budget import OUT_FACTOR, compare
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, Row
+from onepass.tuning.timing import Samples, host_us, measure_interleaved
+
+from ..harness import grid
+from ..harness.contenders import literals
+from ..harness.suite import Args, Check, Suite, verdict
 
 DEVICE = "cuda"
 CONTENDERS = "onepass,onepass page 16,onepass page 64,onepass page 256,fa3,fa3 prepared,fa3 page 64"
@@ -76,22 +77,16 @@ def parse_cases(text: str) -> list[Case]:
 def variant(case: Case, changes: str, is_paged: bool, backend: str | None) -> tuple[LaunchConfig, int | None] | None:
     """Configuration and splits of a variant; None where the case cannot take it."""
     problem = on_gpu(case, is_paged)
-    fields = grid.fields_of(changes)
-    num_splits = fields.pop("num_splits", None)
     config = launches(problem, backend).config_of(problem, torch.device(DEVICE))
-    if unknown := set(fields) - set(asdict(config)):
-        print(f"{case.label}: {changes} not measured: {type(config).__name__} has no {', '.join(sorted(unknown))}")
-        return None
-    values = {name: {"True": True, "False": False}.get(text) for name, text in fields.items()}
-    types = {name: type(value) for name, value in asdict(config).items()}
-    values = {n: types[n](float(fields[n])) if value is None else value for n, value in values.items()}
-    config = replace(config, **values)
     try:
+        values = literals(changes, ["num_splits", *asdict(config)])
+        num_splits = values.pop("num_splits", None)
+        config = replace(config, **values)
         config.check(problem.attention, arch_of(torch.device(DEVICE)))
-    except UnsupportedError as error:
+    except (ValueError, UnsupportedError) as error:
         print(f"{case.label}: {changes} not measured: {error}")
         return None
-    return config, None if num_splits is None else int(num_splits)
+    return config, num_splits
 
 
 def on_meta(case: Case, is_paged: bool) -> Step:
@@ -133,8 +128,16 @@ def variant_run(config: LaunchConfig, num_splits: int | None, backend: str | Non
     return launch(DecodeInputs(step.q, step.k_cache, step.v_cache, step.cache_seqlens, step.page_table))[0]
 
 
-def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[CompileRequest]:
-    """The arguments of `compile.get` for the kernels of our contenders."""
+def checked_cases(args: Args) -> list[Case]:
+    """Short cases of the same heads, also with fewer queries."""
+    shapes = {(c.heads_q, c.heads_kv, c.head_dim, q) for c in args.chosen for q in {min(c.seqlen_q, 40), 1, 3}}
+    return [decode_case(3, 2048, *shape) for shape in sorted(shapes)]
+
+
+def requests(args: Args) -> list[CompileRequest]:
+    """The kernels of our contenders."""
+    cases = [] if args.no_check else checked_cases(args)
+    cases += [] if args.no_grid else args.chosen
     found: list[CompileRequest] = []
     for case in cases:
         for is_paged in (False, True):
@@ -147,14 +150,14 @@ def requests(cases: Sequence[Case], args: argparse.Namespace) -> list[CompileReq
     return found
 
 
-def variants(args: argparse.Namespace) -> list[str]:
+def variants(args: Args) -> list[str]:
     return grid.split_variants(args.variants, "")
 
 
 # ---------------------------------------------------------------- contenders
 
 
-def contenders(case: Case, args: argparse.Namespace) -> dict[str, Decoder]:
+def contenders(case: Case, args: Args) -> dict[str, Decoder]:
     found = {name: d for name, d in bench.onepass_decoders(args.backend).items() if name in args.contenders}
     for changes in variants(args):
         for name, size in ((changes, None), (f"{changes} page 64", 64))[: 2 if args.paged_variants else 1]:
@@ -180,30 +183,22 @@ def has_fa3() -> bool:
 # ---------------------------------------------------------------- check
 
 
-def run_check(args: argparse.Namespace, cases: Sequence[Case]) -> bool:
-    """Compare every contender with attention in float64, on new random data. Returns: whether onepass is right."""
-    shapes = {(c.heads_q, c.heads_kv, c.head_dim, q) for c in cases for q in {min(c.seqlen_q, 40), 1, 3}}
-    small = [decode_case(3, 2048, *shape) for shape in sorted(shapes)]
-    compile_ahead(requests(small, args))
-    seed, tried, wrong = time.time_ns() % 2**31, 0, []
-    filled = torch.tensor([2048, 1, 1499], dtype=torch.int32)
-    for case in small:
+def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
+    """Compare every contender with attention in float64, on new random data."""
+    seed = time.time_ns() % 2**31
+    print("seed of the check:", seed)
+    for case in checked_cases(args):
         step = bench.make_step(case, DEVICE, seed)
-        step.cache_seqlens.copy_(filled)
+        step.cache_seqlens.copy_(torch.tensor([2048, 1, 1499], dtype=torch.int32))
         for name, decoder in contenders(case, args).items():
-            given = decoder.adapt(step, seed)
-            exact, plain = (in_pytorch(given, dtype) for dtype in (torch.float64, case.torch_dtype))
-            tried += 1
-            try:
-                row = compare("out", decoder.run(given), exact, plain, PEER_FACTOR if is_fa3(name) else OUT_FACTOR)
-                message = "" if row.ok else str(row)
-            except Exception as error:
-                message = f"{type(error).__name__}: {str(error)[:300]}"
-            if message:
-                wrong.append(name)
-                print(f"  FAIL {name}, {case.label}: {message}", flush=True)
-    print(f"check: {tried - len(wrong)} of {tried} passed (seed {seed})", flush=True)
-    return all(map(is_fa3, wrong))
+            run = functools.partial(check_one, decoder, step, seed, PEER_FACTOR if is_fa3(name) else OUT_FACTOR)
+            yield Check(f"{name}, {case.label}", run, is_fa3(name))
+
+
+def check_one(decoder: Decoder, step: Step, seed: int, factor: float) -> tuple[bool, str]:
+    given = decoder.adapt(step, seed)
+    exact, plain = (in_pytorch(given, dtype) for dtype in (torch.float64, step.q.dtype))
+    return verdict([compare("out", decoder.run(given), exact, plain, factor)])
 
 
 def is_fa3(name: str) -> bool:
@@ -232,7 +227,8 @@ def host_time_us(call: Callable[[], object]) -> float:
     return host_us(call, calls=5, samples=30, clock=time.perf_counter)
 
 
-def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> Row:
+def measure(case: Case, args: Args, report: Report) -> None:
+    about = report.header
     copies = CacheCopies.of(case, about["l2_bytes"])
     steps = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
     samplers: dict[str, Any] = {}
@@ -247,7 +243,7 @@ def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> Row:
             print(f"{case.label}: {name} not measured: {failed[name]}", flush=True)
             if is_fa3(name):  # a call that FlashAttention-3 refuses once is refused in every case
                 args.contenders.remove(name)
-    samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
+    samples = time_in_turns(samplers, args)
     rows: Row = {}
     fa3 = [name for name in samples.ms if is_fa3(name)]
     fastest = min(fa3, key=lambda name: samples.spread(name).median, default=None)
@@ -260,17 +256,21 @@ def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> Row:
         }
     problem = problem_of(steps[0])
     chosen = prepared(problem, args.backend)
-    return {
-        "case": case.to_dict(),
-        "label": case.label,
-        "kv_bytes": kv_bytes(case),
-        "copies": str(copies),
-        "backend": backend_of(problem, args.backend),
-        "num_splits": chosen.num_splits,
-        "config": asdict(chosen.config),
-        "contenders": rows,
-        "failed": failed,
-    }
+    report.add(
+        {
+            "case": case.to_dict(),
+            "label": case.label,
+            "kv_bytes": kv_bytes(case),
+            "copies": str(copies),
+            "backend": backend_of(problem, args.backend),
+            "num_splits": chosen.num_splits,
+            "config": asdict(chosen.config),
+            "contenders": rows,
+            "failed": failed,
+        }
+    )
+    print_row(report.rows[-1])
+    torch.cuda.empty_cache()
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -287,48 +287,50 @@ def print_row(row: dict[str, Any]) -> None:
         print(f"    {name:40s} {1e3 * entry['median_ms']:9.1f} us {share} {ratio}{host}{rest}", flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+# ---------------------------------------------------------------- the suite
+
+
+def add_timing(parser: argparse.ArgumentParser, seconds: float = 0.04) -> None:
+    """Add the option of `time_in_turns`."""
+    parser.add_argument("--seconds", type=float, default=seconds, help="seconds of timing for each contender")
+
+
+def time_in_turns(samplers: dict[str, Any], args: Args) -> Samples:
+    return measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
+
+
+def header_of(suite: str, device: str) -> dict[str, Any]:
+    """The header of a suite of decoding. The current stream is another one afterwards, which graphs can capture."""
+    torch.cuda.set_stream(torch.cuda.Stream())
+    facts = {
+        "suite": suite,
+        "l2_bytes": torch.cuda.get_device_properties(device).L2_cache_size,
+        "copy_tb_per_s": round(bench.copy_bandwidth(device), 4),
+    }
+    return describe(device) | facts
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="six cases")
     parser.add_argument("--rows", action="store_true", help="cases of several queries a sequence")
     parser.add_argument("--cases", type=parse_cases, help="such as b8k8192h32/8d128,b1k65536h64/8d128q4")
     parser.add_argument("--max-gb", type=float, default=40.0, help="skip cases with more gigabytes of K and V")
-    parser.add_argument("--variants", help='such as "name=value,name=value", several separated by ;')
+    parser.add_argument("--variants", help=f"such as {grid.FIELDS}, several separated by ;")
     parser.add_argument("--backend", choices=("sm80", "sm90"), help="default: as onepass chooses")
     parser.add_argument("--paged-variants", action="store_true", help="also measure variants over pages of 64")
     parser.add_argument("--contenders", default=CONTENDERS, help="comma-separated; default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=0.04, help="seconds of timing for each contender")
     parser.add_argument("--host", action="store_true", help="also measure the host's time of a call")
-    parser.add_argument("--no-check", action="store_true", help="do not check the results")
-    parser.add_argument("--no-grid", action="store_true", help="do not time the cases")
-    grid.add_out(parser, "decode.json")
-    args = parser.parse_args(argv)
+    add_timing(parser)
+
+
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
     args.contenders = [name.strip() for name in args.contenders.split(",")]
     default_cases = parse_cases(QUICK) if args.quick else get_case_set("decode-rows" if args.rows else "decode").cases
-    cases = args.cases or default_cases
-    cases = [case for case in cases if kv_bytes(case) <= args.max_gb * 1e9]
-
+    args.chosen = [case for case in args.cases or default_cases if kv_bytes(case) <= args.max_gb * 1e9]
     args.has_fa3 = has_fa3()
-    torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
-    facts = {
-        "suite": "decode",
-        "arch": arch_of(torch.device(DEVICE)),
-        "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
-        "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
-    }
-    report = Report(describe(DEVICE) | facts, args.out)
-    print(report.header, flush=True)
-    ok = False
-    with report.recording():
-        ok = args.no_check or run_check(args, cases)
-        if not args.no_grid:
-            compile_ahead(requests(cases, args))
-        for case in [] if args.no_grid else cases:
-            report.add(measure(case, args, report.header))
-            print_row(report.rows[-1])
-            torch.cuda.empty_cache()
-    return report.exit_status(ok)
+    return header_of("decode", DEVICE) | {"arch": arch_of(torch.device(DEVICE))}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+SUITE = Suite(
+    "decode", __doc__, add_options, start, lambda args: args.chosen, measure, checks, requests, out="decode.json"
+)

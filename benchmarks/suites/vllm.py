@@ -1,7 +1,7 @@
 """Tokens per second of vLLM with onepass and with vLLM's own attention, on one model and the same requests.
 
-    python -m onepass.bench.suites.vllm --out FILE                 # on a GPU, beside vLLM's FLASH_ATTN
-    python -m onepass.bench.suites.vllm --small                    # on a CPU, to see that it runs
+    python -m benchmarks vllm --out FILE                 # on a GPU, compared with vLLM's FLASH_ATTN
+    python -m benchmarks vllm --small                    # on a CPU, to see that it runs
 
 The model is a Llama with random weights of a fixed seed. A case such as "16x1024" is 16 requests that arrive at once:
 their prompts are random tokens, the longest 1024 and the shortest half of that. All are greedy, for --new tokens.
@@ -27,7 +27,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -35,8 +34,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...processes import python_command
-from ..rows import Report, Row, output_file
+from onepass.processes import python_command
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, Row
+
+from ..harness.suite import Args, Suite
 
 MODEL = {
     "hidden_size": 2048,
@@ -91,8 +93,7 @@ class ServedCase:
         return [{"prompt_token_ids": torch.randint(1, vocabulary, (n,), generator=generator).tolist()} for n in lengths]
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", default="FLASH_ATTN", help="vLLM's own backends, separated by commas")
     parser.add_argument("--cases", help="such as 1x1024,16x1024")
     parser.add_argument("--new", type=int, help="new tokens of each request (256, with --small 6)")
@@ -102,50 +103,55 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", default="auto", help="as vLLM takes it, for example fp8")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs and torch.compile")
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
-    parser.add_argument("--out", type=output_file, help="results file, JSON")
-    options = parser.parse_args(arguments)
-    texts = options.cases or (SMALL_CASES if options.small else CASES)
+
+
+def complete(args: Args, parser: argparse.ArgumentParser) -> None:
+    """Fill in what depends on --small."""
+    texts = args.cases or (SMALL_CASES if args.small else CASES)
     try:
-        options.cases = [ServedCase.parse(text) for text in texts.split(",")]
+        args.chosen = [ServedCase.parse(text) for text in texts.split(",")]
     except argparse.ArgumentTypeError as error:
         parser.error(f"--cases: {error}")
-    options.new = options.new or (6 if options.small else 256)
-    options.model = SMALL if options.small else MODEL
-    return options
+    args.new = args.new or (6 if args.small else 256)
+    args.model = SMALL if args.small else MODEL
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns: the exit status, 1 if a process of a backend failed."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = parse(arguments)
-    from ..machine import describe
-
-    header = describe("cpu" if options.small else "cuda") | {"model": options.model, "new_tokens": options.new}
-    header |= {"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype}
-    header |= {"cuda_graphs": not (options.eager or options.small)}
-    report = Report(header, options.out)
-    names = [OURS, *options.backends.split(",")]
-    found: dict[str, dict[str, Any]] = {}
-    ready: dict[str, list[float]] = {}
-    report.header["ready_s"] = ready
-    with report.recording(), tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        make_model(options, folder)
-        for turn in range(options.rounds):
-            for name in names[:: -1 if turn % 2 else 1]:
-                served = serve_in_process(name, folder, arguments)
-                if served:
-                    print(f"{name} is ready after {served['ready_s']} s", flush=True)
-                    ready.setdefault(name, []).append(served["ready_s"])
-                    found[name] = merged(found.get(name), served)
-            report.rows = [compared(case, options.new, found) for case in options.cases]
-            report.save()
-        for row in report.rows:
-            print(" ".join(f"{key}={value}" for key, value in row.items() if key != "seconds"), flush=True)
-    return report.exit_status(all(len(ready.get(name, ())) == options.rounds for name in names))
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    complete(args, parser)
+    args.names = [OURS, *args.backends.split(",")]
+    args.found = {}  # by backend, what `serve` returns
+    args.temporary = tempfile.TemporaryDirectory()
+    make_model(args, Path(args.temporary.name))
+    header = describe("cpu" if args.small else "cuda") | {"suite": "vllm", "model": args.model}
+    header |= {"new_tokens": args.new, "dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype}
+    return header | {"cuda_graphs": not (args.eager or args.small), "ready_s": {}}
 
 
-def make_model(options: argparse.Namespace, folder: Path) -> None:
+def processes(args: Args) -> list[str]:
+    """The backend of each process, in turns."""
+    return [name for turn in range(args.rounds) for name in args.names[:: -1 if turn % 2 else 1]]
+
+
+def measure(name: str, args: Args, report: Report) -> None:
+    """Serve all cases in a process with this backend, and compare all backends that have served so far."""
+    served = serve_in_process(name, Path(args.temporary.name), args.argv)
+    if served:
+        print(f"{name} is ready after {served['ready_s']} s", flush=True)
+        report.header["ready_s"].setdefault(name, []).append(served["ready_s"])
+        args.found[name] = merged(args.found.get(name), served)
+    report.rows = [compared(case, args.new, args.found) for case in args.chosen]
+    report.save()
+
+
+def finish(args: Args, report: Report) -> None:
+    args.temporary.cleanup()
+    ready = report.header["ready_s"]
+    for row in report.rows:
+        row["failed"] = [name for name in args.names if len(ready.get(name, ())) < args.rounds]
+        print(" ".join(f"{key}={value}" for key, value in row.items() if key != "seconds"), flush=True)
+
+
+def make_model(options: Args, folder: Path) -> None:
     """Save the model with random weights, in float32 for a CPU."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -165,7 +171,7 @@ def serve_in_process(name: str, folder: Path, arguments: Sequence[str]) -> dict[
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; without it vLLM's CPU platform takes most memory
-    code = "import sys; from onepass.bench.suites.vllm import serve_here; serve_here(*sys.argv[1:])"
+    code = "import sys; from benchmarks.suites.vllm import serve_here; serve_here(*sys.argv[1:])"
     command = python_command(code, str(folder), "CUSTOM" if name == OURS else name, *arguments)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     if done.returncode:
@@ -176,10 +182,13 @@ def serve_in_process(name: str, folder: Path, arguments: Sequence[str]) -> dict[
 
 def serve_here(folder: str, backend: str, *arguments: str) -> None:
     """Run the whole life of such a process."""
-    (Path(folder) / SERVED).write_text(json.dumps(serve(parse(arguments), Path(folder), backend)))
+    parser = SUITE.parser()
+    args = parser.parse_args(arguments)
+    complete(args, parser)
+    (Path(folder) / SERVED).write_text(json.dumps(serve(args, Path(folder), backend)))
 
 
-def serve(options: argparse.Namespace, folder: Path, backend: str) -> dict[str, Any]:
+def serve(options: Args, folder: Path, backend: str) -> dict[str, Any]:
     """Serve all cases with a backend, which vLLM's CPU platform does not let one choose.
 
     Returns: "ready_s", the seconds until the engine is ready; "cases", by label, with the "seconds" of each timed run,
@@ -188,9 +197,9 @@ def serve(options: argparse.Namespace, folder: Path, backend: str) -> dict[str, 
     import torch
     from vllm import LLM, SamplingParams
 
-    longest = max(case.prompt for case in options.cases)
+    longest = max(case.prompt for case in options.chosen)
     engine: dict[str, Any] = {"model": str(folder), "skip_tokenizer_init": True, "seed": 0}
-    engine |= {"max_model_len": longest + options.new, "max_num_seqs": max(case.requests for case in options.cases)}
+    engine |= {"max_model_len": longest + options.new, "max_num_seqs": max(case.requests for case in options.chosen)}
     engine |= {"enable_prefix_caching": False, "enforce_eager": options.eager}
     engine |= {"dtype": options.dtype, "kv_cache_dtype": options.kv_cache_dtype}
     if torch.cuda.is_available():
@@ -201,7 +210,7 @@ def serve(options: argparse.Namespace, folder: Path, backend: str) -> dict[str, 
     model = LLM(**engine)
     found: dict[str, Any] = {"ready_s": round(time.perf_counter() - start, 1), "cases": {}}
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": options.new, "detokenize": False, "ignore_eos": True}
-    for case in options.cases:
+    for case in options.chosen:
         requests: Any = case.prompts(options.model["vocab_size"])
         results = model.generate(requests, SamplingParams(**sampling, logprobs=LIKELY), use_tqdm=False)
         outputs = [result.outputs[0] for result in results]
@@ -261,5 +270,6 @@ def agreement(one: dict[str, Any], others: list[list[int]]) -> Row:
     }
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+SUITE = Suite(
+    "vllm", __doc__, add_options, start, processes, measure, finish=finish, is_wrong=lambda row: row["failed"]
+)

@@ -1,6 +1,6 @@
 """The CPU time of one call, by component: what Python spends before and after the kernel's own launch.
 
-    python -m onepass.bench.suites.call_cost
+    python -m benchmarks call_cost
 
 On a Hopper GPU the real kernel is launched, and never waited for within a sample. Elsewhere the tensors lie on the CPU
 and a function that does nothing stands in for the kernel, so that the rows show all but its launch (about 5 us) and
@@ -12,27 +12,28 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import onepass
+from onepass.dispatch import attention as dispatch
+from onepass.dispatch import backends
+from onepass.kernels.compiler import compile
+from onepass.kernels.launch import backward_sm90 as backward_launch
+from onepass.kernels.launch import decode_sm80 as decode_launch
+from onepass.kernels.launch import forward_sm90 as launch
+from onepass.ops import attention as ops
+from onepass.problem import AttentionInputs
+from onepass.problem.outputs import empty_outputs
+from onepass.testing.machine import describe
+from onepass.testing.results import Report
+from onepass.tuning.timing import host_us
+from onepass.validation import attention as validation
 
-from ...dispatch import attention as dispatch
-from ...dispatch import backends
-from ...kernels.compiler import compile
-from ...kernels.launch import backward_sm90 as backward_launch
-from ...kernels.launch import decode_sm80 as decode_launch
-from ...kernels.launch import forward_sm90 as launch
-from ...ops import attention as ops
-from ...problem import AttentionInputs
-from ...problem.outputs import empty_outputs
-from ...validation import attention as validation
-from ..machine import describe
-from ..rows import Report, output_file
-from ..timing import host_us
+from ..harness.suite import Args, Suite
 
 NUM_CALLS, NUM_SAMPLES = 500, 21
 NO_OPTIONS = dict.fromkeys(("window", "softcap", "sinks", "softmax_scale", "deterministic", "tuning"))
@@ -83,21 +84,18 @@ def components() -> dict[str, Callable[[], object]]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=output_file, help="results file; default: none")
-    args = parser.parse_args(argv)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    report = Report(describe(device) | {"suite": "call_cost", "has_kernels": device == "cuda"}, args.out)
-    if device == "cuda":
-        print(torch.cuda.get_device_name())
-    else:
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    has_kernels = torch.cuda.is_available()
+    if not has_kernels:
         print("no GPU: CPU tensors, a kernel that does nothing")
         stand_in_for_a_gpu()
-    with report.recording():
-        for name, call in components().items():
-            report.add({"what": name, "cpu_us": round(host_us(call, NUM_CALLS, NUM_SAMPLES), 1)})
-            print(f"{name:26s} {report.rows[-1]['cpu_us']:6.1f} us", flush=True)
+    return describe("cuda" if has_kernels else "cpu") | {"suite": "call_cost", "has_kernels": has_kernels}
+
+
+def measure(case: tuple[str, Callable[[], object]], args: Args, report: Report) -> None:
+    name, call = case
+    report.add({"what": name, "cpu_us": round(host_us(call, NUM_CALLS, NUM_SAMPLES), 1)})
+    print(f"{name:26s} {report.rows[-1]['cpu_us']:6.1f} us", flush=True)
 
 
 def stand_in_for_a_gpu() -> None:
@@ -115,5 +113,4 @@ def stand_in_for_a_gpu() -> None:
         setattr(module, name, function)
 
 
-if __name__ == "__main__":
-    main()
+SUITE = Suite("call_cost", __doc__, lambda parser: None, start, lambda args: components().items(), measure)

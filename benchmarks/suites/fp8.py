@@ -1,10 +1,10 @@
 """The Hopper forward in FP8: is it right, how fast is it, and which configuration is fastest?
 
-    python -m onepass.bench.suites.fp8                                        # check, sums, then the grid
-    python -m onepass.bench.suites.fp8 --no-check --cases 128c8192,256n512    # some cases only
-    python -m onepass.bench.suites.fp8 --variants "n128 q2 t28 sums; 3wg n128 q2 t28 after" # also these configurations
-    python -m onepass.bench.suites.fp8 --variants try                         # also the ones in VARIANTS
-    python -m onepass.bench.suites.fp8 --summarize a.json b.json c.json       # tables of the medians of several runs
+    python -m benchmarks fp8                                        # check, sums, then the grid
+    python -m benchmarks fp8 --no-check --cases 128c8192,256n512    # some cases only
+    python -m benchmarks fp8 --variants "n128 q2 t28 sums; 3wg n128 q2 t28 after" # also these configurations
+    python -m benchmarks fp8 --variants try                         # also the ones in VARIANTS
+    python -m benchmarks fp8 --summarize a.json b.json c.json       # tables of the medians of several runs
 
 Contenders, and what is in their time:
 
@@ -28,12 +28,12 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +41,20 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.errors import UnsupportedError
+from onepass.kernels.compiler.compile import CompileRequest
+from onepass.kernels.config import ForwardConfigSm90, p_exponent
+from onepass.kernels.heuristics import sm90 as heuristics
+from onepass.kernels.launch import forward_sm90 as launch
+from onepass.ops import quantize
+from onepass.problem import AttentionProblem, Mask, Quantization, QuantizedInputs
+from onepass.quantization import codec, dequantize, layout
+from onepass.testing import fp8_budget, table3
+from onepass.testing.machine import describe
+from onepass.testing.results import Report, finite, input_file
 
-from ...errors import UnsupportedError
-from ...kernels.config import ForwardConfigSm90, p_exponent
-from ...kernels.heuristics import sm90 as heuristics
-from ...kernels.launch import forward_sm90 as launch
-from ...ops import quantize
-from ...problem import AttentionProblem, Mask, Quantization, QuantizedInputs
-from ...quantization import codec, dequantize, layout
-from ...testing import fp8_budget, table3
-from ..machine import describe, under_load
-from ..rows import Report, finite, input_file
-from . import grid
-from .ahead import compile_ahead
+from ..harness import grid
+from ..harness.suite import Args, Check, Suite
 from .forward_sm90 import configuration
 
 DEVICE, BACKEND = "cuda", "sm90"
@@ -78,6 +79,7 @@ LIKE_FOR_LIKE = {
 PEERS = ("fa3", "fa3 columns", "fa3 whole")
 
 
+@functools.cache  # what cannot be measured is said once
 def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfigSm90]:
     """The configurations of --variants that a case can take, by name."""
     if text is None:
@@ -148,61 +150,56 @@ CHECKS = (
 )
 
 
-def run_check(args: argparse.Namespace, about: dict[str, Any]) -> bool:
-    """Whether all results are right. Table 3 goes into `about`, and so into the results file."""
-    torch.manual_seed(time.time_ns() % 2**31)
-    print("seed of the check:", torch.initial_seed())
-    jobs = [
+def checked(args: Args) -> list[tuple[int, bool, str, ForwardConfigSm90 | None]]:
+    """Head dims, masks and configurations with their names; None is the default."""
+    return [
         (head_dim, causal, name, config)
         for head_dim in args.head_dims
         for causal in (False, True)
-        for name, config in ({"": None} | variants(args.variants, head_dim, causal)).items()
+        for name, config in ({"default": None} | variants(args.variants, head_dim, causal)).items()
     ]
-    requests = []
-    for head_dim, causal, _, config in jobs:
-        for _, seqlen_q, *_ in CHECKS:
-            problem = static_problem(head_dim, causal, seqlen_q)
-            requests.append(launch.compile_request(problem, config or heuristics.forward_config_sm90(problem)))
-    compile_ahead(requests)
-    failed = 0
-    for head_dim, causal, name, config in jobs:
-        worst, differs = [0.0, 0.0], False
-        for batch, seqlen_q, seqlen_k, heads_q, heads_kv, scale in CHECKS:
-            shapes = (seqlen_q, heads_q), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
-            q, k, v = (torch.randn(batch, *s, head_dim, device=DEVICE, dtype=torch.bfloat16) for s in shapes)
-            quantized = prepared(q * scale, k, v)
-            call = run_kernel(quantized, causal, config)
-            (out, lse), (again, lse_again) = call(), call()
-            differs |= not (torch.equal(out, again) and torch.equal(lse, lse_again))
-            tensors = quantized.dequantize()
-            v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
-            used = config or heuristics.forward_config_sm90(static_problem(head_dim, causal, seqlen_q))
-            rounding: dict[str, Any] = {"short_sums": True, "v_scale": v_scale, "p_codes": used.p_codes}
-            rounding["p_exponent"] = p_exponent(used.rescale_threshold)
-            budget = fp8_budget(*tensors, out.dtype, causal=causal, **rounding)
-            for i, (actual, oracle, allowed) in enumerate(
-                ((out, budget.oracle.out, budget.out), (lse, budget.oracle.lse, budget.lse))
-            ):
-                same = actual.double() == oracle  # -inf in rows that see no key
-                share = ((actual.double() - oracle).abs() / allowed).masked_fill(same, 0.0)
-                worst[i] = max(worst[i], float(share.nan_to_num(torch.inf).max()))
-            worst[0] = max(worst[0], budget.scale(out).share)
-        ok = max(worst) <= 1 and not differs
-        failed += not ok
-        label = f"d{head_dim}{' causal' if causal else ''} {name or 'default'}"
-        print(
-            f"  {label:48s} {'ok  ' if ok else 'FAIL'} share of the budget: out {worst[0]:.2f}, lse {worst[1]:.2f}"
-            + (", runs differ" if differs else ""),
-            flush=True,
-        )
-    print(f"check: {len(jobs) - failed} of {len(jobs)} passed", flush=True)
+
+
+def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
+    """The results of the kernel, and the paper's Table 3, which goes into the header."""
+    torch.manual_seed(time.time_ns() % 2**31)
+    print("seed of the check:", torch.initial_seed())
+    for head_dim, causal, name, config in checked(args):
+        label = f"d{head_dim}{' causal' if causal else ''} {name}"
+        yield Check(label, functools.partial(check_one, head_dim, causal, config))
     rows = table3.table3(TABLE3_SEQLEN, DEVICE, seeds=1, backend=BACKEND)
-    about["table3_rmse"] = {row.method: finite(float(f"{row.rmse:.2e}")) for row in rows}
+    header["table3_rmse"] = {row.method: finite(float(f"{row.rmse:.2e}")) for row in rows}
     for row in rows:
-        limit = "" if row.limit is None else f"  {'ok' if row.ok else 'FAIL'}, limit {row.limit:.2e}"
-        paper = "" if row.paper is None else f"  paper {row.paper:.1e}"
-        print(f"  Table 3: {row.method:44s} {row.rmse:.2e}{paper}{limit}", flush=True)
-    return failed == 0 and all(row.ok for row in rows)
+        limit = "" if row.limit is None else f", limit {row.limit:.2e}"
+        paper = "" if row.paper is None else f", paper {row.paper:.1e}"
+        yield Check(f"Table 3: {row.method}", lambda row=row, rest=paper + limit: (row.ok, f"{row.rmse:.2e}{rest}"))  # type: ignore[misc]
+
+
+def check_one(head_dim: int, causal: bool, config: ForwardConfigSm90 | None) -> tuple[bool, str]:
+    """Compare the calls of `CHECKS` with float64 attention over the dequantized tensors, and with second runs."""
+    worst, differs = [0.0, 0.0], False
+    for batch, seqlen_q, seqlen_k, heads_q, heads_kv, scale in CHECKS:
+        shapes = (seqlen_q, heads_q), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
+        q, k, v = (torch.randn(batch, *s, head_dim, device=DEVICE, dtype=torch.bfloat16) for s in shapes)
+        quantized = prepared(q * scale, k, v)
+        call = run_kernel(quantized, causal, config)
+        (out, lse), (again, lse_again) = call(), call()
+        differs |= not (torch.equal(out, again) and torch.equal(lse, lse_again))
+        tensors = quantized.dequantize()
+        v_scale = dequantize.row_scales(tensors[2], quantized.v_descale, quantized.kv_block, None)
+        used = config or heuristics.forward_config_sm90(static_problem(head_dim, causal, seqlen_q))
+        rounding: dict[str, Any] = {"short_sums": True, "v_scale": v_scale, "p_codes": used.p_codes}
+        rounding["p_exponent"] = p_exponent(used.rescale_threshold)
+        budget = fp8_budget(*tensors, out.dtype, causal=causal, **rounding)
+        for i, (actual, oracle, allowed) in enumerate(
+            ((out, budget.oracle.out, budget.out), (lse, budget.oracle.lse, budget.lse))
+        ):
+            same = actual.double() == oracle  # -inf in rows that see no key
+            share = ((actual.double() - oracle).abs() / allowed).masked_fill(same, 0.0)
+            worst[i] = max(worst[i], float(share.nan_to_num(torch.inf).max()))
+        worst[0] = max(worst[0], budget.scale(out).share)
+    message = f"share of the budget: out {worst[0]:.2f}, lse {worst[1]:.2f}" + (", runs differ" if differs else "")
+    return max(worst) <= 1 and not differs, message
 
 
 # ---------------------------------------------------------------- speed
@@ -266,36 +263,38 @@ def contenders(q: Tensor, k: Tensor, v: Tensor, causal: bool, names: list[str]) 
     return found
 
 
-def run_grid(args: argparse.Namespace, report: Report) -> None:
-    names = [name for name in args.peers.split(",") if name]
+def requests(args: Args) -> list[CompileRequest]:
+    """The kernels of the check, of the sums and of the grid."""
+    jobs: list[tuple[AttentionProblem, ForwardConfigSm90 | None]] = []
+    for head_dim, causal, _, config in [] if args.no_check else checked(args):
+        jobs += [(static_problem(head_dim, causal, seqlen_q), config) for _, seqlen_q, *_ in CHECKS]
+    for head_dim, keys in [] if args.no_sums else itertools.product(args.head_dims, SUM_LENGTHS):
+        jobs += [(static_problem(head_dim, False, keys), config) for config in of_sums(head_dim, keys).values()]
+    for cell in [] if args.no_grid else grid.cells(args):
+        what = cell.head_dim, cell.causal, cell.seqlen
+        jobs += [(static_problem(*what), config) for config in variants(args.variants, *what[:2]).values()]
+        jobs += [(static_problem(*what, keys_last=keys_last), None) for keys_last in (False, True)]
+    return [launch.compile_request(one, config or heuristics.forward_config_sm90(one)) for one, config in jobs]
+
+
+def measure(cell: grid.Cell, args: Args, report: Report) -> None:
+    own = variants(args.variants, cell.head_dim, cell.causal)
+    shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    calls = contenders(q, k, v, cell.causal, [name for name in args.peers.split(",") if name])
+    quantized = prepared(q, k, v)
+    for name, config in own.items():
+        calls[name] = out_of(run_kernel(quantized, cell.causal, config))
+    expected = onepass.attention(q, k, v, causal=cell.causal)
+    assert isinstance(expected, Tensor)
+    errors = {name: float((call().float() - expected.float()).abs().max()) for name, call in calls.items()}
+    default, in_rows = (
+        heuristics.forward_config_sm90(static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=keys_last))
+        for keys_last in (True, False)
+    )
     # ratios are to the fastest contender of FlashAttention-3
     results = grid.Results(report, PEERS, tolerance=0.3)
-    configs = {cell: variants(args.variants, cell.head_dim, cell.causal) for cell in grid.cells(args)}
-    jobs = []
-    for cell, own in configs.items():
-        problem = static_problem(cell.head_dim, cell.causal, cell.seqlen)
-        jobs += [(problem, config) for config in (heuristics.forward_config_sm90(problem), *own.values())]
-        problem = static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False)
-        jobs.append((problem, heuristics.forward_config_sm90(problem)))
-    compile_ahead(launch.compile_request(*job) for job in jobs)
-    for cell, own in configs.items():
-        shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
-        q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-        calls = contenders(q, k, v, cell.causal, names)
-        quantized = prepared(q, k, v)
-        for name, config in own.items():
-            calls[name] = out_of(run_kernel(quantized, cell.causal, config))
-        expected = onepass.attention(q, k, v, causal=cell.causal)
-        assert isinstance(expected, Tensor)
-        errors = {name: float((call().float() - expected.float()).abs().max()) for name, call in calls.items()}
-        times = grid.time_in_turns(calls, args, seed=cell.seqlen)
-        loads = {name: under_load(call) for name, call in calls.items()} if args.load else {}
-        default = heuristics.forward_config_sm90(static_problem(cell.head_dim, cell.causal, cell.seqlen))
-        in_rows = heuristics.forward_config_sm90(
-            static_problem(cell.head_dim, cell.causal, cell.seqlen, keys_last=False)
-        )
-        results.add(cell, times, errors, {"onepass": default, "rows": in_rows} | own, loads)
-    summarize([args.out])
+    results.measure(cell, calls, errors, {"onepass": default, "rows": in_rows} | own, args)
 
 
 def summarize(paths: Sequence[Path]) -> None:
@@ -338,61 +337,58 @@ def summarize(paths: Sequence[Path]) -> None:
 SUM_LENGTHS = (2048, 8192, 16384, 65536)
 
 
-def run_sums(args: argparse.Namespace, about: dict[str, Any]) -> None:
+def of_sums(head_dim: int, keys: int) -> dict[str, ForwardConfigSm90]:
+    """The configurations of the sums, by name."""
+    config = heuristics.forward_config_sm90(static_problem(head_dim, False, keys))
+    # 3 warpgroups of head_dim 128 have no registers for the overlap
+    changes: dict[str, Any] = {"overlap_gemm_softmax": True, "num_warpgroups": 2}
+    one_sum = dataclasses.replace(config, two_level_sums=False, pv_columns=0, **changes)
+    return {"onepass": config, "onepass with one sum": one_sum}
+
+
+def run_sums(args: Args, about: dict[str, Any]) -> None:
     """Measure out of q = 0 and v = 1, and the bias of out for scores of N(0, 1) and V of mean 1, by number of keys."""
     found = about["sums"] = {}
     has_fa3 = "fa3" in args.peers.split(",") and importlib.util.find_spec("fa3_fwd_interface") is not None
-    configs = {}
-    for head_dim in args.head_dims:
-        for keys in SUM_LENGTHS:
-            problem = static_problem(head_dim, False, keys)
-            config = heuristics.forward_config_sm90(problem)
-            one_sum = dataclasses.replace(config, two_level_sums=False, overlap_gemm_softmax=True, pv_columns=0)
-            # 3 warpgroups of head_dim 128 have no registers for the overlap
-            one_sum = dataclasses.replace(one_sum, num_warpgroups=2)
-            configs[head_dim, keys] = {"onepass": config, "onepass with one sum": one_sum}
-    jobs = [(static_problem(d, False, n), config) for (d, n), own in configs.items() for config in own.values()]
-    compile_ahead(launch.compile_request(*job) for job in jobs)
-    for head_dim in args.head_dims:
-        for keys in SUM_LENGTHS:
-            q, k, v = (torch.randn(1, n, 2, head_dim, device=DEVICE, dtype=torch.bfloat16) for n in (512, keys, keys))
-            for kind, tensors in (("ones", (torch.zeros_like(q), k, torch.ones_like(v))), ("mean 1", (q, k, v + 1))):
-                quantized = prepared(*tensors)
-                expected = onepass.attention(*(t.double() for t in quantized.dequantize()), backend="tiled")
-                assert isinstance(expected, Tensor)
-                own = configs[head_dim, keys]
-                calls = {name: out_of(run_kernel(quantized, False, config)) for name, config in own.items()}
-                if has_fa3:
-                    calls["fa3"] = fa3(*tensors, causal=False)
-                for contender, call in calls.items():
-                    out = call().double()
-                    share = float((out * expected).sum() / expected.square().sum())
-                    found[f"head_dim {head_dim}, {keys} keys, {kind}, {contender}"] = finite(round(share, 5))
-                    print(f"  head_dim {head_dim}, {keys} keys, {kind}: {contender} {share:.5f}", flush=True)
+    for head_dim, keys in itertools.product(args.head_dims, SUM_LENGTHS):
+        q, k, v = (torch.randn(1, n, 2, head_dim, device=DEVICE, dtype=torch.bfloat16) for n in (512, keys, keys))
+        for kind, tensors in (("ones", (torch.zeros_like(q), k, torch.ones_like(v))), ("mean 1", (q, k, v + 1))):
+            quantized = prepared(*tensors)
+            expected = onepass.attention(*(t.double() for t in quantized.dequantize()), backend="tiled")
+            assert isinstance(expected, Tensor)
+            own = of_sums(head_dim, keys)
+            calls = {name: out_of(run_kernel(quantized, False, config)) for name, config in own.items()}
+            if has_fa3:
+                calls["fa3"] = fa3(*tensors, causal=False)
+            for contender, call in calls.items():
+                out = call().double()
+                share = float((out * expected).sum() / expected.square().sum())
+                found[f"head_dim {head_dim}, {keys} keys, {kind}, {contender}"] = finite(round(share, 5))
+                print(f"  head_dim {head_dim}, {keys} keys, {kind}: {contender} {share:.5f}", flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    grid.add_arguments(parser, peers="fa3,fa3 columns,fa3 whole,rows,whole,bf16", out="fp8.json")
+# ---------------------------------------------------------------- the suite
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    grid.add_arguments(parser, peers="fa3,fa3 columns,fa3 whole,rows,whole,bf16", variants="'try', or lists of words")
     parser.add_argument("--no-sums", action="store_true", help="do not measure sums of many keys")
     help_text = "results files of earlier runs: measure nothing"
     parser.add_argument("--summarize", type=input_file, nargs="+", help=help_text)
-    parser.add_argument("--variants", help="also check and time these: 'try', or configurations separated by ;")
-    args = parser.parse_args(argv)
+
+
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
     if args.summarize:
         summarize(args.summarize)
-        return 0
-    report = Report(describe(DEVICE) | {"suite": "fp8"}, args.out)
-    print(report.header, flush=True)
-    ok = False
-    with report.recording():
-        ok = args.no_check or run_check(args, report.header)
-        if not args.no_sums:
-            run_sums(args, report.header)
-        if not args.no_grid:
-            run_grid(args, report)
-    return report.exit_status(ok)
+        parser.exit()
+    return describe(DEVICE) | {"suite": "fp8"}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def finish(args: Args, report: Report) -> None:
+    if not args.no_sums:
+        run_sums(args, report.header)
+    if report.rows:
+        summarize([args.out])
+
+
+SUITE = Suite("fp8", __doc__, add_options, start, grid.cells, measure, checks, requests, finish, out="fp8.json")

@@ -1,7 +1,7 @@
 """attention_decode over e4m3 caches on a GPU: is it right, and how much faster is it than over 16-bit caches?
 
-    python -m onepass.bench.suites.decode_e4m3                                     # check, then six cases
-    python -m onepass.bench.suites.decode_e4m3 --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
+    python -m benchmarks decode_e4m3                                     # check, then six cases
+    python -m benchmarks decode_e4m3 --no-check --cases b8k8192h32/8d128,b64k8192h32/8d128q4
 
 Cases are written, and timed, as in decode.py: contenders in turns, replayed CUDA graphs, caches that do not lie in L2.
 TB/s counts the bytes of a contender's own K and V, q, out and lse. The results go to --out as JSON after every case.
@@ -11,26 +11,23 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import onepass
+from onepass.bench import decode as bench
+from onepass.bench.cases import Case, decode_case
+from onepass.bench.decode import CacheCopies, Step
+from onepass.bench.flops import bytes_moved, kv_bytes
+from onepass.testing.budget import compare
+from onepass.testing.results import Report, Row
 
-from ...testing.budget import compare
-from .. import decode as bench
-from ..cases import Case, decode_case
-from ..decode import CacheCopies, Step
-from ..flops import bytes_moved, kv_bytes
-from ..machine import describe
-from ..rows import Report, Row
-from ..timing import measure_interleaved
-from . import grid
-from .decode import DEVICE, QUICK, host_time_us, in_pytorch, parse_cases
+from ..harness.suite import Args, Check, Suite, verdict
+from .decode import DEVICE, QUICK, add_timing, header_of, host_time_us, in_pytorch, parse_cases, time_in_turns
 
 E4M3 = torch.float8_e4m3fn
 
@@ -99,8 +96,9 @@ def run(arguments: dict[str, Any]) -> Tensor:
     return onepass.attention_decode(**arguments, backend="sm80")
 
 
-def warm_up(cases: Sequence[Case]) -> None:
+def warm_up(args: Args) -> None:
     """Compile the kernels of all contenders, several at a time."""
+    cases = [*([] if args.no_check else checked_cases(args.cases)), *([] if args.no_grid else args.cases)]
     calls = [
         {n: t.to("meta") if isinstance(t, Tensor) else t for n, t in contender.arguments(step).items()}
         for case in cases
@@ -118,26 +116,26 @@ def checked_cases(cases: Sequence[Case]) -> list[Case]:
     return [decode_case(3, 2048, *shape) for shape in sorted(shapes)]
 
 
-def run_check(cases: Sequence[Case]) -> bool:
-    """Compare every contender with attention in float64, on new random data. Returns: whether all are right."""
-    seed, wrong, tried = time.time_ns() % 2**31, 0, 0
-    for case in checked_cases(cases):
+def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
+    """Compare every contender with attention in float64, on new random data."""
+    seed = time.time_ns() % 2**31
+    print("seed of the check:", seed)
+    for case in checked_cases(args.cases):
         step = bench.make_step(case, DEVICE, seed)
         step.cache_seqlens.copy_(torch.tensor([2048, 1, 1499], dtype=torch.int32))
         for name, contender in CONTENDERS.items():
-            arguments = contender.arguments(step, seed)
-            real = contender.real_step(arguments)
-            exact, plain = (in_pytorch(real, dtype) for dtype in (torch.float64, case.torch_dtype))
-            tried += 1
-            row = compare("out", run(arguments), exact, plain)
-            if not row.ok:
-                wrong += 1
-                print(f"  FAIL {name}, {case.label}: {row}", flush=True)
-    print(f"check: {tried - wrong} of {tried} passed (seed {seed})", flush=True)
-    return not wrong
+            yield Check(f"{name}, {case.label}", functools.partial(check_one, contender, step, seed))
 
 
-def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> Row:
+def check_one(contender: Contender, step: Step, seed: int) -> tuple[bool, str]:
+    arguments = contender.arguments(step, seed)
+    real = contender.real_step(arguments)
+    exact, plain = (in_pytorch(real, dtype) for dtype in (torch.float64, step.q.dtype))
+    return verdict([compare("out", run(arguments), exact, plain)])
+
+
+def measure(case: Case, args: Args, report: Report) -> None:
+    about = report.header
     # there are enough copies for e4m3 caches, which are half as large and must not lie in L2 either
     copies = CacheCopies.of(case, 2 * about["l2_bytes"])
     steps = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
@@ -148,7 +146,7 @@ def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> Row:
         calls: list[Callable] = [functools.partial(run, arguments) for arguments in given]
         samplers[name] = bench.sampler_of(calls, copies)
         host[name] = host_time_us(calls[0]) if args.host else None
-    samples = measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
+    samples = time_in_turns(samplers, args)
     rows = {}
     for name, ms in samples.ms.items():
         saved = 0 if CONTENDERS[name].scaled is None else kv_bytes(case) // 2
@@ -158,35 +156,9 @@ def measure(case: Case, args: argparse.Namespace, about: dict[str, Any]) -> Row:
             "host_us": host[name],
             "ms": [round(x, 5) for x in ms],
         }
-    return {"case": case.to_dict(), "label": case.label, "copies": str(copies), "contenders": rows}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=parse_cases, default=parse_cases(QUICK), help="such as b8k8192h32/8d128q4")
-    parser.add_argument("--seconds", type=float, default=0.04, help="seconds of timing for each contender")
-    parser.add_argument("--host", action="store_true", help="also measure the host's time of a call")
-    parser.add_argument("--no-check", action="store_true", help="do not check the results")
-    parser.add_argument("--no-grid", action="store_true", help="do not time the cases")
-    grid.add_out(parser, "decode_e4m3.json")
-    args = parser.parse_args(argv)
-    torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
-    facts = {
-        "suite": "decode_e4m3",
-        "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
-        "copy_tb_per_s": round(bench.copy_bandwidth(DEVICE), 4),
-    }
-    report = Report(describe(DEVICE) | facts, args.out)
-    print(report.header, flush=True)
-    ok = False
-    with report.recording():
-        warm_up([*([] if args.no_check else checked_cases(args.cases)), *([] if args.no_grid else args.cases)])
-        ok = args.no_check or run_check(args.cases)
-        for case in [] if args.no_grid else args.cases:
-            report.add(measure(case, args, report.header))
-            print_row(report.rows[-1])
-            torch.cuda.empty_cache()
-    return report.exit_status(ok)
+    report.add({"case": case.to_dict(), "label": case.label, "copies": str(copies), "contenders": rows})
+    print_row(report.rows[-1])
+    torch.cuda.empty_cache()
 
 
 def print_row(row: Row) -> None:
@@ -201,5 +173,18 @@ def print_row(row: Row) -> None:
         )
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", type=parse_cases, default=parse_cases(QUICK), help="such as b8k8192h32/8d128q4")
+    parser.add_argument("--host", action="store_true", help="also measure the host's time of a call")
+    add_timing(parser)
+
+
+def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    header = header_of("decode_e4m3", DEVICE)
+    warm_up(args)
+    return header
+
+
+SUITE = Suite(
+    "decode_e4m3", __doc__, add_options, start, lambda args: args.cases, measure, checks, out="decode_e4m3.json"
+)
