@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 INK, MUTED, EDGE = "#1f2933", "#5f6b7a", "#b8c2cc"
 CAPTIONS = {
+    "benchmarks": "programs that measure, only in a clone",
     "cli": "the command onepass",
     "tuning": "finds faster configurations",
     "bench": "measurements",

@@ -23,7 +23,8 @@ IN_CODE = re.compile(r"`([^`\n]+)`")
 # `onepass/api/attention.py`, `tests/gpu/`, or with a name of the module `onepass/api/attention.py::attention`
 NAMED_PATH = re.compile(r"((?:onepass|tests|docs|examples|benchmarks)/[\w./-]*)(?:::([\w.]+))?")
 PAGE_IN_CODE = re.compile(r"(?:docs|tests)/[\w/-]+\.md|docs/[\w/-]+\.(?:png|svg|py)")
-NAMED_MODULE = re.compile(r"python\s+-m\s+(onepass[\w.]*\w)")
+NAMED_MODULE = re.compile(r"python\s+-m\s+((?:onepass|benchmarks)[\w.]*)")
+NAMED_PROGRAM = re.compile(r"\s-m\s+benchmarks(?: |\n *)([a-z]\w*)")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 
