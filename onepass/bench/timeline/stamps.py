@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import cutlass.cute as cute
@@ -47,6 +48,20 @@ class Stamps:
     def stamp(self, act: str) -> None:
         """Note that an act begins; it lasts until the next stamp of this role."""
         self._write(cute.arch.clock64(), ACTS.index(act))
+
+    def stamp_calls(self, part: Any, method: str, act: str | None, following: str | None) -> None:
+        """Note at each call of a part's method that an act begins, and after it that the following one does."""
+        call = getattr(part, method)
+
+        def stamped(*arguments, **options):
+            if act is not None:
+                self.stamp(act)
+            result = call(*arguments, **options)
+            if following is not None:
+                self.stamp(following)
+            return result
+
+        setattr(part, method, stamped)
 
     def stamp_global_time(self) -> None:
         """Note the clock in nanoseconds as well, from which the length of a cycle follows."""
@@ -171,6 +186,7 @@ class StampedBackwardConsumer(Stamps, BackwardConsumer):
     def __init__(self, *arguments):
         BackwardConsumer.__init__(self, *arguments)
         self.begin_stamps(self.wg + FIRST_ROLE_OF_CONSUMERS, self.thread)
+        self.stamp_calls(self.sums, "add", "add dQ", "wait for GEMMs")
 
     def wait_for_ds(self, count):
         self.stamp("wait for dS")
@@ -183,11 +199,6 @@ class StampedBackwardConsumer(Stamps, BackwardConsumer):
 
     def pass_turn(self):
         BackwardConsumer.pass_turn(self)
-        self.stamp("wait for GEMMs")
-
-    def add_dq(self, *arguments):
-        self.stamp("add dQ")
-        BackwardConsumer.add_dq(self, *arguments)
         self.stamp("wait for GEMMs")
 
     def make_ds(self, *arguments):

@@ -70,7 +70,7 @@ class Region(NamedTuple):
     queries_of_warp: int
 
 
-class BackwardWarps(Untraced, AdditionTurns, GradientScores):
+class BackwardWarps(Untraced, GradientScores):
     """dK and dV of a tile in registers, and S, P, dP, dS and dQ of a step."""
 
     def __init__(
@@ -122,7 +122,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         self.minus_lse, self.minus_delta = (
             cute.make_rmem_tensor((4, ceil_div(self.queries_of_warp, 16)), Float32) for _ in range(2)
         )
-        self.begin_turns()
+        self.turns = AdditionTurns(kernel, accumulator, self.lane, self.dq_share)
 
     def make_scores(self):
         """The registers in which P and dS are kept for `make_ds`."""
@@ -154,7 +154,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
     def step(self, tile: KeyTile, head: Int32, m_block: Int32, buffer: Int32):
         """One query block, whose Q, dO, lse and delta are in the buffer."""
         gemms, p_in_registers = self.gemms, self.kernel.p_in_registers and not self.config.one_score_buffer
-        seen = self.look_at_turn(tile, head, m_block)
+        seen = self.turns.look(tile, head, m_block)
         acc_s = self.p if cutlass.const_expr(self.kernel.dtype is Float32) else gemms.make_acc_s()
         acc_s.fill(0.0)
         gemms.s(acc_s, buffer)
@@ -183,7 +183,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
             acc_dq = gemms.make_acc_dq()
             gemms.dq(acc_dq, piece)
             if cutlass.const_expr(piece == 0):
-                self.take_turn(tile, head, m_block, seen)
+                self.turns.take(tile, head, m_block, seen)
             cute.arch.sync_warp()  # ptxas would begin dK before this, and keep too much in registers
             self.add_dq(acc_dq, tile, head, m_block, piece)
         gemms.dk(buffer)
@@ -258,12 +258,6 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
                 else:
                     for c in cutlass.range_constexpr(4):
                         add_one_to_global(target + c * LANES, values[c])
-
-    @cute.jit
-    def end_turns(self):
-        """Give the last turn of a tile to the next tile."""
-        if cutlass.const_expr(self.kernel.is_deterministic):
-            self.finish_dq()
 
     # ---------------------------------------------------------------- end of a tile
 

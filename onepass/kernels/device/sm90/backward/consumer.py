@@ -18,68 +18,31 @@ Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, pipeline
+from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from .....geometry.integers import ceil_div, minimum
+from .....geometry.integers import ceil_div
 from .....geometry.tile_scheduler import LANES
 from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory import epilogue, wgmma
 from ...blocks.memory.clear import clear_rows
 from ...blocks.memory.epilogue import STAGED_COLUMNS, STAGED_ROWS
 from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
-from ...blocks.memory.ptx import add_to_global, load_past_l1, order_after_words, pack
+from ...blocks.memory.ptx import order_after_words, pack
 from ...blocks.repair import gradients as repair_gradients
-from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.dropout import StagedFlags
 from ...blocks.softmax.gradients import GradientScores, stat_of_column
-from ...blocks.softmax.modifiers import Modifiers
-from ...blocks.softmax.online import Scores
-from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
 from ...blocks.tiles.named_barrier import NamedBarrier
 from ...blocks.tiles.pingpong import Turns
-from ..forward.tile import WARPGROUP, WARPS, after
+from ..forward.tile import WARPGROUP, after
+from .dq_atomic import AtomicSums
+from .dq_private import PrivateSums
+from .inputs import Inputs, this_thread
 
 
-class BackwardPipes(NamedTuple):
-    """The circular buffers in shared memory."""
-
-    k: pipeline.PipelineTmaAsync
-    v: pipeline.PipelineTmaAsync
-    q: pipeline.PipelineTmaAsync
-    do: pipeline.PipelineTmaAsync
-
-
-class Mmas(NamedTuple):
-    """The GEMMs of one warpgroup: each has 64 keys (dq: 64 queries) as rows of its result."""
-
-    s: cute.TiledMma  # S^T = K Q^T
-    dp: cute.TiledMma  # dP^T = V dO^T
-    dv: cute.TiledMma  # dV += P^T dO, P from registers
-    dk: cute.TiledMma  # dK += dS^T Q, dS from registers
-    dq: cute.TiledMma  # dQ = dS K, over the keys of all warpgroups
-
-
-class Inputs(NamedTuple):
-    """What a consumer reads and writes, beside the buffers in shared memory."""
-
-    pipes: BackwardPipes
-    mmas: Mmas
-    softmax_scale: Float32
-    scores: Scores
-    accumulator: Accumulator
-    mdK: cute.Tensor
-    mdV: cute.Tensor
-    mdQ: cute.Tensor | None  # with private_dq
-    sources: SourceTensors | None  # what a repair reads, if pairs may be hidden
-    modifiers: Modifiers | None
-
-
-class BackwardConsumer(Turns, AdditionTurns, GradientScores):
+class BackwardConsumer(Turns, GradientScores):
     """dK and dV of 64 keys in registers, and a share of each dQ."""
 
     def __init__(self, kernel, buffers, inputs: Inputs):
@@ -96,10 +59,10 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.own_keys = [(sK[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
         self.own_keys.append((sV[None, None, self.wg], self.wg * ROWS_PER_WARPGROUP))
         # this warpgroup's share of dQ: 64 of the queries, or some of the columns
-        self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
-        row_block, column_block = (self.wg, 0) if self.is_dq_by_rows else (0, self.wg)
+        row_block, column_block = (self.wg, 0) if kernel.is_dq_by_rows else (0, self.wg)
         sdS_share = cute.local_tile(sdS, (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_block, 0, None))
         sK_t = cute.local_tile(transposed(sK), (kernel.dq_columns, ROWS_PER_WARPGROUP), (column_block, 0, None))
+        self.sums = (PrivateSums if kernel.has_private_dq else AtomicSums)(kernel, self.position, inputs)
         dq = self.mmas.dq.get_slice(self.thread)
         self.rdS_q = self.mmas.dq.make_fragment_A(dq.partition_A(sdS_share))
         self.rK_t = self.mmas.dq.make_fragment_B(dq.partition_B(sK_t))
@@ -107,16 +70,12 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     def _keep(self, kernel, inputs: Inputs):
         """Attributes that do not depend on which warpgroup computes which gradient."""
         self.kernel = kernel
+        self.inputs = inputs
         self.pipes, self.mmas, self.softmax_scale, self.scores, self.accumulator, *outputs = inputs
-        self.mdK, self.mdV, self.mdQ, self.sources, self.modifiers = outputs
+        self.mdK, self.mdV, _, self.sources, self.modifiers = outputs
         self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
-        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.lane, self.lane_in_quad = self.thread % LANES, self.thread % 4
-        self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
-        # this warp among those of all consumers
-        self.warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES - WARPS)
-        # The first of this thread's two rows of an accumulator, 8 apart; row_in_tile counts it among the tile's keys.
-        self.row_in_warpgroup = self.thread // LANES * 16 + self.lane // 4
+        self.position = position = this_thread()
+        self.thread, self.lane, self.lane_in_quad, self.wg, self.warp, self.row_in_warpgroup = position
         self.takes_turns = kernel.config.pingpong
         self.overlaps = kernel.config.overlap_gradients
         self.is_capped = self.scores.tanh_scale is not None
@@ -148,10 +107,6 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
         # statistics of this thread's queries, see `read_stats`
         self.minus_lse, self.minus_delta = (cute.make_rmem_tensor((4, self.tile_m // 16), Float32) for _ in range(2))
-        # whether a dq that this tile has written has a NaN (with private_dq)
-        self.nan_in_dq = cute.make_rmem_tensor((1,), Int32)
-        self.nan_in_dq[0] = Int32(0)
-        self.begin_turns()
         if self.is_capped:
             # P (1 - tanh^2), in the order of p_words
             self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
@@ -267,7 +222,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
-            seen = self.look_at_turn(tile, *before)
+            seen = self.sums.turns.look(tile, *before)
             self.wait_for_ds(ds_count - 1)
         self.wait_for_turn()
         if cutlass.const_expr(has_previous):
@@ -279,9 +234,9 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         if cutlass.const_expr(not self.overlaps):
             self.pass_turn()
         if cutlass.const_expr(has_previous):
-            self.take_turn(tile, *before, seen)
+            self.sums.turns.take(tile, *before, seen)
             warpgroup.wait_group(2)
-            self.add_dq(acc_dq, tile, *before)
+            self.sums.add(acc_dq, tile, *before)
         # Read before they are needed, because shared memory answers late while GEMMs read it, as far as registers
         # permit: for 128 queries, those of the second half, which are needed last, come once P is free.
         if cutlass.const_expr(not self.delta_in_dp):
@@ -321,14 +276,13 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     @cute.jit
     def last_dq(self, tile, block: tuple, ds_count: Int32):
         """The dQ of a tile's last query block."""
-        seen = self.look_at_turn(tile, *block)
+        seen = self.sums.turns.look(tile, *block)
         self.wait_for_ds(ds_count)
         acc_dq = self.issue_dq(ds_count)
-        self.take_turn(tile, *block, seen)
+        self.sums.turns.take(tile, *block, seen)
         warpgroup.wait_group(0)
-        self.add_dq(acc_dq, tile, *block)
-        if cutlass.const_expr(self.kernel.is_deterministic):
-            self.finish_dq()
+        self.sums.add(acc_dq, tile, *block)
+        self.sums.turns.finish()
 
     # ---------------------------------------------------------------- past the end of a sequence
 
@@ -495,103 +449,6 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     # ---------------------------------------------------------------- results
 
     @cute.jit
-    def dq_share(self, tile, head: Int32, m_block: Int32) -> Int32:
-        """The number of this warp's share of a block of dQ in the accumulator."""
-        if cutlass.const_expr(self.kernel.has_private_dq):
-            in_group = head - tile.head_kv * self.kernel.group
-            first = (cute.arch.block_idx()[0] * self.kernel.group + in_group) * self.accumulator.blocks_per_head
-            number = first + m_block
-        else:
-            number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
-        return number * self.kernel.config.consumer_warps + self.warp
-
-    @cute.jit
-    def add_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
-        """Add a share of dQ to the accumulator; the last addition with private_dq writes dq instead."""
-        share = self.dq_share(tile, head, m_block)
-        if cutlass.const_expr(self.kernel.has_private_dq):
-            is_first, is_last = self.kernel.is_first_and_last(tile, m_block)
-            if is_last:
-                if not is_first:
-                    self.add_from_accumulator(acc_dq, share)
-                self.store_dq(acc_dq, tile, head, m_block)
-            elif is_first:
-                self.begin_in_accumulator(acc_dq, share)
-            else:
-                self.add_to_accumulator(acc_dq, share)
-        else:
-            self.add_to_accumulator(acc_dq, share)
-
-    def address_in_accumulator(self, acc_dq: cute.Tensor, share: Int32) -> cute.Pointer:
-        """The address of this thread's first values in a share.
-
-        A share is laid out as [vector][lane]: 16 bytes a thread, 512 contiguous bytes a warp.
-        """
-        return self.accumulator.dq.iterator + (Int64(share) * (cute.size(acc_dq) * LANES) + self.lane * 4)
-
-    @cute.jit
-    def add_to_accumulator(self, acc_dq: cute.Tensor, share: Int32):
-        start = self.address_in_accumulator(acc_dq, share)
-        few, all_blocks = self.blocks_of_share()
-        for i in cutlass.range_constexpr(0, 4 * few, 4):
-            add_to_global(start + i * LANES, [acc_dq[i + c] for c in range(4)])
-        if cutlass.const_expr(few < all_blocks):
-            if self.wg == 0:
-                for i in cutlass.range_constexpr(4 * few, 4 * all_blocks, 4):
-                    add_to_global(start + i * LANES, [acc_dq[i + c] for c in range(4)])
-
-    def blocks_of_share(self) -> tuple[int, int]:
-        """Blocks of 8 columns of a share of dQ: those that every warpgroup has, and those of warpgroup 0.
-
-        Columns past head_dim are zero, and are not added. (Where there are several pieces, all of each are.)
-        """
-        count = self.kernel.dq_columns // 8
-        if self.kernel.config.by_gradient:
-            return count, count
-        first_columns = 0, 0 if self.is_dq_by_rows else self.kernel.dq_columns
-        there = [min(count, ceil_div(self.kernel.true_head_dim - first, 8)) for first in first_columns]
-        return max(0, there[1]), there[0]
-
-    # With private_dq a thread is the only one that ever touches its values.
-
-    @cute.jit
-    def begin_in_accumulator(self, acc_dq: cute.Tensor, share: Int32):
-        start = self.address_in_accumulator(acc_dq, share)
-        vector = cute.make_rmem_tensor((4,), Float32)
-        for i in cutlass.range_constexpr(0, cute.size(acc_dq), 4):
-            for c in cutlass.range_constexpr(4):
-                vector[c] = acc_dq[i + c]
-            cute.autovec_copy(vector, cute.make_tensor((start + i * LANES).align(16), cute.make_layout((4,))))
-
-    @cute.jit
-    def add_from_accumulator(self, acc_dq: cute.Tensor, share: Int32):
-        start = self.address_in_accumulator(acc_dq, share)
-        count = cute.size(acc_dq) // 2  # values that there are registers for
-        for first in cutlass.range_constexpr(0, cute.size(acc_dq), count):
-            vectors = [load_past_l1(start + i * LANES) for i in range(first, first + count, 4)]
-            for i in cutlass.range_constexpr(count):
-                acc_dq[first + i] = acc_dq[first + i] + vectors[i // 4][i % 4]
-
-    def row_of_dq(self) -> Int32:
-        """The first of this thread's two rows of a block of dQ."""
-        return self.row_in_tile if self.is_dq_by_rows else self.row_in_warpgroup
-
-    @cute.jit
-    def store_dq(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
-        """Write dq of a finished block: this warpgroup's rows, or its columns of all rows."""
-        rows = [m_block * self.tile_m + self.row_of_dq() + 8 * r for r in range(2)]
-        is_row = [row < tile.geometry.seqlen_q for row in rows]
-        weights = cute.make_rmem_tensor((2,), Float32)
-        weights.fill(self.softmax_scale)
-        gradient = self.kernel.at_head(self.mdQ, self.mdQ, head, tile.origin_q)
-        out_rows = [gradient[row, None] for row in rows]
-        first_block = 0 if self.is_dq_by_rows else self.wg * (self.kernel.dq_columns // 8)
-        epilogue.store_rows(rows_and_columns(acc_dq), weights, out_rows, is_row, self.lane_in_quad, first_block)
-        if cutlass.const_expr(self.sources is not None):
-            ballots = repair_gradients.nan_rows(rows_and_columns(acc_dq), is_row)
-            self.nan_in_dq[0] = self.nan_in_dq[0] | ballots[0] | ballots[1]
-
-    @cute.jit
     def store(self, tile, next_ds: Int32):
         """Write dK and dV of a finished tile.
 
@@ -606,33 +463,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         self.store_gradient(tile, self.acc_dk, self.mdK, self.softmax_scale, False, stage)
         # a warp of the next tile writes its dS where another one has its stage
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
-        if cutlass.const_expr(self.kernel.has_private_dq and self.sources is not None):
-            if self.nan_in_dq[0] != 0:
-                cute.arch.sync_warp()  # other lanes write the same rows again
-                self.recompute_dq(tile)
-            self.nan_in_dq[0] = Int32(0)
-
-    @cute.jit
-    def recompute_dq(self, tile):
-        """Compute this warp's rows of dq again, in all query blocks that this tile was the last to add to.
-
-        The sequences of private_dq are so short that it is not worth remembering which rows have a NaN.
-        """
-        at_head, sources = self.kernel.at_head, self.sources
-        mK, mV = (at_head(t, t, tile.head_kv, tile.origin_k) for t in (sources.k, sources.v))
-        first_row = cute.arch.make_warp_uniform(self.row_of_dq() - self.lane // 4)
-        for h in cutlass.range(self.kernel.group, unroll=1):
-            head = tile.head_kv * self.kernel.group + h
-            mQ, mdO, dq = (at_head(t, t, head, tile.origin_q) for t in (sources.q, sources.dout, self.mdQ))
-            number = self.kernel.m_block_number(self.accumulator, tile, head, Int32(0))
-            rows = (mQ, mdO, mK, mV, cute.domain_offset((number, 0), self.accumulator.stats))
-            for m_block in cutlass.range(tile.first, tile.last, unroll=1):
-                _, is_last = self.kernel.is_first_and_last(tile, m_block)
-                start = m_block * self.tile_m + first_row
-                end = minimum(start + 16, tile.geometry.seqlen_q)
-                if is_last:
-                    for query in cutlass.range(start, end, unroll=1):
-                        repair_gradients.recompute_dq(dq, query, *rows, tile.geometry, *self.scores, self.softmax_scale)
+        self.sums.end_tile(tile)
 
     @cute.jit
     def store_gradient(

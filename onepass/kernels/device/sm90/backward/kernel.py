@@ -58,7 +58,8 @@ from ...blocks.tiles.packed import Lengths
 from ...blocks.tiles.queue import TileQueue
 from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
 from ..forward.tile import WARPGROUP, WARPS
-from .consumer import BackwardConsumer, BackwardPipes, Inputs, Mmas
+from .consumer import BackwardConsumer
+from .inputs import BackwardPipes, Inputs, Mmas
 from .paired import PEER_PIECES, PairedConsumer
 from .producer import BackwardProducer
 from .rows import FIRST_WARP as FIRST_BACKGROUND_WARP
@@ -84,6 +85,8 @@ class BackwardSm90(KeyTiles):
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
         self.num_pieces = self.head_dim // self.dq_columns  # of dQ, with by_gradient
+        # a warpgroup's share of a dQ: 64 of the queries, or some of the columns
+        self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
         self.is_paired, self.cluster_size, self.ds_buffers = config.paired, config.tile_blocks, config.ds_buffers
         mask = Mask() if problem.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None

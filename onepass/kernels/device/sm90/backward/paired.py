@@ -45,7 +45,8 @@ from ...blocks.memory.layouts import transposed
 from ...blocks.memory.ptx import add_here, arrive_at_first, copy_to_peer, order_after_words
 from ...blocks.tiles.named_barrier import NamedBarrier
 from ..forward.tile import WARPGROUP, WARPS, after
-from .consumer import Inputs
+from .dq_atomic import AtomicSums
+from .inputs import Inputs, Thread
 from .wide import WideConsumer
 
 PEER_PIECES = 2  # pieces of K that a thread block has of the peer
@@ -56,6 +57,71 @@ def first_piece_of_peer(rank: Int32, num_pieces: int) -> Int32:
     return rank * (num_pieces - PEER_PIECES)
 
 
+class PairedSums(AtomicSums):
+    """Sums of dQ to which a warpgroup adds one piece, if it is not the middle one and the other thread block's turn.
+
+    Args:
+        rank: the number of this thread block in its pair.
+        shape_dq: of a piece in registers.
+    """
+
+    def __init__(self, kernel, thread: Thread, inputs: Inputs, rank: Int32, shape_dq):
+        super().__init__(kernel, thread, inputs)
+        self.rank = rank
+        self.has_middle_piece = kernel.num_pieces < 2 * PEER_PIECES
+        # a piece that is not yet added, and the head and the number of its query block; -1: none
+        self.kept, self.block = (cute.make_rmem_tensor(s, t) for s, t in ((shape_dq, Float32), ((2,), Int32)))
+        self.kept.fill(0.0)
+        self.block.fill(-1)
+
+    @property
+    def piece(self) -> Int32:
+        """This warpgroup's piece of dQ."""
+        if self.has_middle_piece:
+            return self.thread.wg + 2 * self.rank * (1 - self.thread.wg)
+        return PEER_PIECES * self.rank + self.thread.wg
+
+    def share(self, tile, head: Int32, m_block: Int32) -> Int32:
+        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        return (number * self.kernel.num_pieces + self.piece) * WARPS + self.thread.warp % WARPS
+
+    @cute.jit
+    def add_in_turn(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32, seen: Int32):
+        """Add this warpgroup's piece, unless the other thread block adds it.
+
+        Args: seen: what `AdditionTurns.look` returned.
+        """
+        if self.adds_piece(m_block):
+            self.turns.take(tile, head, m_block, seen)
+            self.add(acc_dq, tile, head, m_block)
+        else:
+            self.turns.finish()
+
+    def adds_piece(self, m_block: Int32) -> Boolean | bool:
+        if not self.has_middle_piece:
+            return True
+        return (self.thread.wg == 0) | ((m_block & 1) == self.rank)
+
+    @cute.jit
+    def keep(self, acc_dq: cute.Tensor, head: Int32, m_block: Int32):
+        """Keep a computed piece for `add_kept`.
+
+        It is moved to other registers by an addition that ptxas does not remove. It would serialize all GEMMs if the
+        kept values, which live around the loop, were in the registers of an accumulator.
+        """
+        for i in cutlass.range_constexpr(cute.size(acc_dq)):
+            self.kept[i] = add_here(acc_dq[i], Float32(0.0))
+        self.block[0], self.block[1] = head, m_block
+
+    @cute.jit
+    def add_kept(self, tile):
+        """Add the piece that was kept, if there is one."""
+        head, m_block = self.block[0], self.block[1]
+        if m_block >= 0:
+            self.add_in_turn(self.kept, tile, head, m_block, self.turns.look(tile, head, m_block))
+        self.block[1] = Int32(-1)
+
+
 class PairedConsumer(WideConsumer):
     """dV (warpgroup 0) or dK (warpgroup 1) of 64 keys, and a piece of each dQ over the keys of the pair."""
 
@@ -64,7 +130,6 @@ class PairedConsumer(WideConsumer):
         super().__init__(kernel, tuple(wide), inputs)
         sdS = wide[4]
         self.rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        self.has_middle_piece = self.num_pieces < 2 * PEER_PIECES
         first_key = self.rank * ROWS_PER_WARPGROUP
         peer_key = ROWS_PER_WARPGROUP - first_key
         self.row_in_tile = first_key + self.row_in_warpgroup
@@ -79,10 +144,7 @@ class PairedConsumer(WideConsumer):
         ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), kernel.dtype)
         self.copy_p = cute.make_tiled_copy_C(ldmatrix, self.mmas.s).get_slice(self.thread)
         self.p_source = self.copy_p.partition_S(transposed(sdS))
-        # warpgroup 0's piece of a dQ, until it is added, and the head and the number of its query block; -1: none
-        self.dq, self.dq_block = (cute.make_rmem_tensor(s, t) for s, t in ((self.shape_dq, Float32), ((2,), Int32)))
-        self.dq.fill(0.0)
-        self.dq_block.fill(-1)
+        self.sums = PairedSums(kernel, self.position, inputs, self.rank, self.shape_dq)
 
     def slot_of(self, tile) -> Int32:
         return super().slot_of(tile) + self.rank * self.kernel.config.consumer_warps
@@ -104,12 +166,12 @@ class PairedConsumer(WideConsumer):
         self.issue_dv(do_state)
         # A wait for a turn may be long: it comes when all GEMMs that do not need it are issued.
         if cutlass.const_expr(not self.kernel.is_deterministic):
-            self.add_kept_dq(tile)
+            self.sums.add_kept(tile)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
             acc_s = self.issue_s(next_q)
         if cutlass.const_expr(self.kernel.is_deterministic):
-            self.add_kept_dq(tile)
+            self.sums.add_kept(tile)
         if cutlass.const_expr(has_next):
             self.read_stats(self.minus_lse, next_q, 0)
             warpgroup.wait_group(1)
@@ -125,11 +187,12 @@ class PairedConsumer(WideConsumer):
             order_after_words(cute.recast_tensor(acc_s, Int32))
             self.take_p(acc_s, tile, *following)
         warpgroup.wait_group(0)
-        self.keep_dq(acc_dq, *block)
+        self.free_ds()
+        self.sums.keep(acc_dq, *block)
         if cutlass.const_expr(has_next):
             self.send_p(count + 1)
         else:
-            self.add_kept_dq(tile)
+            self.sums.add_kept(tile)
 
     @cute.jit
     def dk_step(
@@ -142,7 +205,7 @@ class PairedConsumer(WideConsumer):
         count: Int32,
         has_next: cutlass.Constexpr[bool],
     ):
-        seen = self.look_at_turn(tile, *block)
+        seen = self.sums.turns.look(tile, *block)
         self.issue_dk(q_state)
         self.wait_for_ds(count)
         acc_dq = self.issue_own_dq()
@@ -155,7 +218,7 @@ class PairedConsumer(WideConsumer):
         self.pipes.q.consumer_release(q_state)
         warpgroup.wait_group(1 if has_next else 0)
         self.free_ds()
-        self.add_dq_in_turn(acc_dq, tile, block, seen)
+        self.sums.add_in_turn(acc_dq, tile, *block, seen)
         if cutlass.const_expr(has_next):
             self.read_stats(self.minus_delta, next_q, 1)
             warpgroup.wait_group(0)
@@ -210,60 +273,15 @@ class PairedConsumer(WideConsumer):
 
     # ---------------------------------------------------------------- dQ
 
-    @property
-    def piece(self) -> Int32:
-        """This warpgroup's piece of dQ."""
-        if self.has_middle_piece:
-            return self.wg + 2 * self.rank * (1 - self.wg)
-        return PEER_PIECES * self.rank + self.wg
-
-    def dq_share(self, tile, head: Int32, m_block: Int32) -> Int32:
-        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
-        return (number * self.num_pieces + self.piece) * WARPS + self.warp % WARPS
-
     @cute.jit
     def issue_own_dq(self) -> cute.Tensor:
         """Issue this warpgroup's piece of a dQ, over the keys of the pair."""
-        peer_piece = self.piece - first_piece_of_peer(self.rank, self.num_pieces)
+        piece = self.sums.piece
+        peer_piece = piece - first_piece_of_peer(self.rank, self.num_pieces)
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
         pairs = [
-            (self.rdS_q[None, None, None, 0], self.rK_t[None, None, None, self.piece]),
+            (self.rdS_q[None, None, None, 0], self.rK_t[None, None, None, piece]),
             (self.rInbox_q[None, None, None, 0], self.rPeerK_t[None, None, None, peer_piece]),
         ]
         wgmma.issue_sum(self.mmas.dq, acc_dq, pairs, False)
         return acc_dq
-
-    @cute.jit
-    def add_dq_in_turn(self, acc_dq: cute.Tensor, tile, block: tuple, seen: Int32):
-        """Add this warpgroup's piece to memory, unless it is the middle one and the other thread block adds it."""
-        head, m_block = block
-        if self.adds_piece(m_block):
-            self.take_turn(tile, head, m_block, seen)
-            self.add_to_accumulator(acc_dq, self.dq_share(tile, head, m_block))
-        elif cutlass.const_expr(self.kernel.is_deterministic):
-            self.finish_dq()
-
-    def adds_piece(self, m_block: Int32) -> Boolean | bool:
-        if not self.has_middle_piece:
-            return True
-        return (self.wg == 0) | ((m_block & 1) == self.rank)
-
-    @cute.jit
-    def keep_dq(self, acc_dq: cute.Tensor, head: Int32, m_block: Int32):
-        """Keep a computed piece for `add_kept_dq`.
-
-        It is moved to other registers by an addition that ptxas does not remove. It would serialize all GEMMs if the
-        kept values, which live around the loop, were in the registers of an accumulator.
-        """
-        self.free_ds()
-        for i in cutlass.range_constexpr(cute.size(acc_dq)):
-            self.dq[i] = add_here(acc_dq[i], Float32(0.0))
-        self.dq_block[0], self.dq_block[1] = head, m_block
-
-    @cute.jit
-    def add_kept_dq(self, tile):
-        """Add the piece that was kept, if there is one, to memory."""
-        head, m_block = self.dq_block[0], self.dq_block[1]
-        if m_block >= 0:
-            self.add_dq_in_turn(self.dq, tile, (head, m_block), self.look_at_turn(tile, head, m_block))
-        self.dq_block[1] = Int32(-1)

@@ -28,10 +28,21 @@ from ...blocks.memory import wgmma
 from ...blocks.memory.layouts import transposed
 from ...blocks.tiles.named_barrier import NamedBarrier
 from ..forward.tile import WARPGROUP, WARPS, after
-from .consumer import BackwardConsumer, Inputs
+from .consumer import BackwardConsumer
+from .dq_atomic import AtomicSums
+from .inputs import Inputs
 
 PIECE = 64  # columns of dQ
 P_WORDS = 4  # 32-bit words of a 16-byte vector
+
+
+class PieceSums(AtomicSums):
+    """Sums of dQ to which a warp adds its rows of a piece at a time."""
+
+    @cute.jit
+    def add_piece(self, acc_dq: cute.Tensor, m_block_number: Int32, piece: Int32 | int):
+        number = m_block_number * self.kernel.num_pieces + piece
+        self.add_share(acc_dq, number * WARPS + self.thread.warp % WARPS)
 
 
 class WideConsumer(BackwardConsumer):
@@ -47,6 +58,7 @@ class WideConsumer(BackwardConsumer):
         dq = self.mmas.dq.get_slice(self.thread)
         self.rdS_q = self.mmas.dq.make_fragment_A(dq.partition_A(sdS))
         self.rK_t = self.mmas.dq.make_fragment_B(dq.partition_B(sK_t))
+        self.sums = PieceSums(kernel, self.position, inputs)
         self.num_pieces = kernel.num_pieces
         # tiles of K and V that this thread block's GEMMs read, each with the number of its first key
         self.keys, self.values = [(sK[None, None, 0], 0)], [(sV[None, None, 0], 0)]
@@ -95,8 +107,7 @@ class WideConsumer(BackwardConsumer):
                 self.dv_step(tile, (head, m_block), (head, m_block), q_state, do_state, count, False)
                 do_state.advance()
                 count += 1
-                if cutlass.const_expr(self.kernel.is_deterministic):
-                    self.finish_dq()
+                self.sums.turns.finish()
                 self.pipes.k.consumer_release(kv_state)
                 kv_state.advance()
             self.end_tile(tile_end)
@@ -117,7 +128,7 @@ class WideConsumer(BackwardConsumer):
         has_next: cutlass.Constexpr[bool],
     ):
         """A step of dV, which begins and ends with P and nothing in flight, see BackwardConsumer.step."""
-        seen = self.look_at_turn(tile, *block)
+        seen = self.sums.turns.look(tile, *block)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
@@ -195,8 +206,7 @@ class WideConsumer(BackwardConsumer):
                 q_state.advance()
                 count += 1
                 self.pipes.v.consumer_release(kv_state)
-                if cutlass.const_expr(self.kernel.is_deterministic):
-                    self.finish_dq()
+                self.sums.turns.finish()
                 self.pipes.k.consumer_release(kv_state)
                 kv_state.advance()
             self.end_tile(tile_end)
@@ -217,7 +227,7 @@ class WideConsumer(BackwardConsumer):
         has_next: cutlass.Constexpr[bool],
     ):
         """A step of dK, which begins and ends with dS and nothing in flight."""
-        seen = self.look_at_turn(tile, *block)
+        seen = self.sums.turns.look(tile, *block)
         self.issue_dk(q_state)
         if cutlass.const_expr(has_next):
             next_q = after(q_state)
@@ -291,11 +301,11 @@ class WideConsumer(BackwardConsumer):
     def add_pieces(self, tile, block: tuple, seen: Int32, count: Int32, first: cutlass.Constexpr[int]):
         """Add this warpgroup's pieces of a dQ to global memory, each beside the GEMM of the next one.
 
-        Args: block: head and number of the query block; seen: what its `look_at_turn` returned.
+        Args: block: head and number of the query block; seen: what `AdditionTurns.look` returned.
         """
         accs = [self.issue_piece(count, piece) for piece in range(first, self.end_piece(first))]
-        self.take_turn(tile, *block, seen)
+        self.sums.turns.take(tile, *block, seen)
         number = self.kernel.m_block_number(self.accumulator, tile, *block)
         for i in cutlass.range_constexpr(len(accs)):
             warpgroup.wait_group(len(accs) - 1 - i)
-            self.add_to_accumulator(accs[i], (number * self.num_pieces + first + i) * WARPS + self.warp % WARPS)
+            self.sums.add_piece(accs[i], number, first + i)

@@ -1,0 +1,76 @@
+"""What a consumer of the Hopper backward is given: pipelines, GEMMs, tensors, and which of the threads it is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline
+
+from .....geometry.tile_scheduler import LANES
+from ...blocks.repair.rows import SourceTensors
+from ...blocks.softmax.modifiers import Modifiers
+from ...blocks.softmax.online import Scores
+from ...blocks.tiles.dq_sums import Accumulator
+from ..forward.tile import WARPGROUP, WARPS
+
+
+class BackwardPipes(NamedTuple):
+    """The circular buffers in shared memory."""
+
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    q: pipeline.PipelineTmaAsync
+    do: pipeline.PipelineTmaAsync
+
+
+class Mmas(NamedTuple):
+    """The GEMMs of one warpgroup: each has 64 keys (dq: 64 queries) as rows of its result."""
+
+    s: cute.TiledMma  # S^T = K Q^T
+    dp: cute.TiledMma  # dP^T = V dO^T
+    dv: cute.TiledMma  # dV += P^T dO, P from registers
+    dk: cute.TiledMma  # dK += dS^T Q, dS from registers
+    dq: cute.TiledMma  # dQ = dS K, over the keys of all warpgroups
+
+
+class Inputs(NamedTuple):
+    """What a consumer reads and writes, beside the buffers in shared memory."""
+
+    pipes: BackwardPipes
+    mmas: Mmas
+    softmax_scale: Float32
+    scores: Scores
+    accumulator: Accumulator
+    mdK: cute.Tensor
+    mdV: cute.Tensor
+    mdQ: cute.Tensor | None  # with private_dq
+    sources: SourceTensors | None  # what a repair reads, if pairs may be hidden
+    modifiers: Modifiers | None
+
+
+class Thread(NamedTuple):
+    """A thread of the consumers.
+
+    Attributes:
+        number: its number in its warpgroup.
+        lane, lane_in_quad: its number in its warp, and among four neighbors.
+        wg, warp: the numbers of its warpgroup and of its warp among those of all consumers.
+        row: the first of its two rows of an accumulator of 64 rows; the second one lies 8 below.
+    """
+
+    number: Int32
+    lane: Int32
+    lane_in_quad: Int32
+    wg: Int32
+    warp: Int32
+    row: Int32
+
+
+def this_thread() -> Thread:
+    thread = cute.arch.thread_idx()[0]
+    number = thread % WARPGROUP
+    lane = number % LANES
+    wg = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
+    warp = cute.arch.make_warp_uniform(thread // LANES - WARPS)
+    return Thread(number, lane, number % 4, wg, warp, number // LANES * 16 + lane // 4)
