@@ -116,15 +116,8 @@ class StampedConsumer(Stamps, Consumer):
     def __init__(self, *arguments):
         Consumer.__init__(self, *arguments)
         self.begin_stamps(self.wg + FIRST_ROLE_OF_CONSUMERS, self.thread)
-
-    def wait_for_turn(self):
-        self.stamp("wait for the turn")
-        Consumer.wait_for_turn(self)
-        self.stamp("issue GEMMs")
-
-    def pass_turn(self):
-        Consumer.pass_turn(self)
-        self.stamp("wait for S")
+        self.stamp_calls(self.turns, "wait", "wait for the turn", "issue GEMMs")
+        self.stamp_calls(self.turns, "pass_on", None, "wait for S")
 
     def issue_qk(self, *arguments):
         self.stamp("issue GEMMs")
@@ -186,20 +179,13 @@ class StampedBackwardConsumer(Stamps, BackwardConsumer):
     def __init__(self, *arguments):
         BackwardConsumer.__init__(self, *arguments)
         self.begin_stamps(self.wg + FIRST_ROLE_OF_CONSUMERS, self.thread)
+        self.stamp_calls(self.turns, "wait", "wait for the turn", "issue GEMMs")
+        self.stamp_calls(self.turns, "pass_on", None, "wait for GEMMs")
         self.stamp_calls(self.sums, "add", "add dQ", "wait for GEMMs")
 
     def wait_for_ds(self, count):
         self.stamp("wait for dS")
         BackwardConsumer.wait_for_ds(self, count)
-
-    def wait_for_turn(self):
-        self.stamp("wait for the turn")
-        BackwardConsumer.wait_for_turn(self)
-        self.stamp("issue GEMMs")
-
-    def pass_turn(self):
-        BackwardConsumer.pass_turn(self)
-        self.stamp("wait for GEMMs")
 
     def make_ds(self, *arguments):
         self.stamp("dS = P (dP - delta)")

@@ -31,6 +31,7 @@ from ...blocks.memory.clear import clear_rows
 from ...blocks.memory.epilogue import STAGED_COLUMNS, STAGED_ROWS
 from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
 from ...blocks.memory.ptx import order_after_words, pack
+from ...blocks.memory.untraced import Untraced
 from ...blocks.repair import gradients as repair_gradients
 from ...blocks.softmax.dropout import StagedFlags
 from ...blocks.softmax.gradients import GradientScores, stat_of_column
@@ -42,7 +43,7 @@ from .dq_private import PrivateSums
 from .inputs import Inputs, this_thread
 
 
-class BackwardConsumer(Turns, GradientScores):
+class BackwardConsumer(Untraced, GradientScores):
     """dK and dV of 64 keys in registers, and a share of each dQ."""
 
     def __init__(self, kernel, buffers, inputs: Inputs):
@@ -76,7 +77,7 @@ class BackwardConsumer(Turns, GradientScores):
         self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
         self.position = position = this_thread()
         self.thread, self.lane, self.lane_in_quad, self.wg, self.warp, self.row_in_warpgroup = position
-        self.takes_turns = kernel.config.pingpong
+        self.turns = Turns(kernel.config.pingpong, self.wg, self.num_warpgroups)
         self.overlaps = kernel.config.overlap_gradients
         self.is_capped = self.scores.tanh_scale is not None
         # With a softcap registers are scarce: those of delta become those of dP. Dropout scales dP alone.
@@ -129,7 +130,7 @@ class BackwardConsumer(Turns, GradientScores):
         kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         ds_count = Int32(0)
-        self.prime_turns()
+        self.turns.begin()
         while number < queue.num_tiles:
             tile = self.kernel.tile_at(number, schedule, seqlens)
             num_steps = (tile.last - tile.first) * self.kernel.group
@@ -218,13 +219,13 @@ class BackwardConsumer(Turns, GradientScores):
         whose dQ is computed now.
         """
         # The other warpgroup wakes up while the tensor cores have this one's last instruction.
-        pass_early = self.pass_turn if self.overlaps else None
+        pass_early = self.turns.pass_on if self.overlaps else None
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
             seen = self.sums.turns.look(tile, *before)
             self.wait_for_ds(ds_count - 1)
-        self.wait_for_turn()
+        self.turns.wait()
         if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
         if cutlass.const_expr(self.delta_in_dp):
@@ -232,7 +233,7 @@ class BackwardConsumer(Turns, GradientScores):
         acc_dp = self.issue_dp(do_state, self.delta_in_dp)
         self.issue_dv(do_state, pass_early)
         if cutlass.const_expr(not self.overlaps):
-            self.pass_turn()
+            self.turns.pass_on()
         if cutlass.const_expr(has_previous):
             self.sums.turns.take(tile, *before, seen)
             warpgroup.wait_group(2)
@@ -256,12 +257,12 @@ class BackwardConsumer(Turns, GradientScores):
             self.pipes.do.consumer_release(do_state)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
-        self.wait_for_turn()
+        self.turns.wait()
         if cutlass.const_expr(has_next):
             acc_s = self.issue_s(next_q)
         self.issue_dk(q_state, pass_early)
         if cutlass.const_expr(not self.overlaps):
-            self.pass_turn()
+            self.turns.pass_on()
         if cutlass.const_expr(has_next):
             self.read_stats(self.minus_lse, next_q, 0)
             self.draw(tile, *following)
