@@ -181,24 +181,17 @@ class StampedBackwardConsumer(Stamps, BackwardConsumer):
         self.begin_stamps(self.wg + FIRST_ROLE_OF_CONSUMERS, self.thread)
         self.stamp_calls(self.turns, "wait", "wait for the turn", "issue GEMMs")
         self.stamp_calls(self.turns, "pass_on", None, "wait for GEMMs")
+        self.stamp_calls(self.scores, "make_p", "P = exp(S - lse)", "wait for GEMMs")
+        self.stamp_calls(self.scores, "make_ds", "dS = P (dP - delta)", None)
         self.stamp_calls(self.sums, "add", "add dQ", "wait for GEMMs")
 
     def wait_for_ds(self, count):
         self.stamp("wait for dS")
         BackwardConsumer.wait_for_ds(self, count)
 
-    def make_ds(self, *arguments):
-        self.stamp("dS = P (dP - delta)")
-        BackwardConsumer.make_ds(self, *arguments)
-
     def publish_ds(self, count):
         BackwardConsumer.publish_ds(self, count)
         self.stamp("other")
-
-    def make_p(self, *arguments):
-        self.stamp("P = exp(S - lse)")
-        BackwardConsumer.make_p(self, *arguments)
-        self.stamp("wait for GEMMs")
 
     def store(self, *arguments):
         self.stamp("store")

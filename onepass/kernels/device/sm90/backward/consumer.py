@@ -23,39 +23,38 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from .....geometry.integers import ceil_div
 from .....geometry.tile_scheduler import LANES
 from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory import epilogue, wgmma
 from ...blocks.memory.clear import clear_rows
 from ...blocks.memory.epilogue import STAGED_COLUMNS, STAGED_ROWS
 from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
-from ...blocks.memory.ptx import order_after_words, pack
+from ...blocks.memory.ptx import order_after_words
 from ...blocks.memory.untraced import Untraced
 from ...blocks.repair import gradients as repair_gradients
-from ...blocks.softmax.dropout import StagedFlags
-from ...blocks.softmax.gradients import GradientScores, stat_of_column
+from ...blocks.softmax.gradients import stat_of_column
 from ...blocks.tiles.named_barrier import NamedBarrier
 from ...blocks.tiles.pingpong import Turns
 from ..forward.tile import WARPGROUP, after
 from .dq_atomic import AtomicSums
 from .dq_private import PrivateSums
 from .inputs import Inputs, this_thread
+from .scores import BackwardScores
 
 
-class BackwardConsumer(Untraced, GradientScores):
+class BackwardConsumer(Untraced):
     """dK and dV of 64 keys in registers, and a share of each dQ."""
 
     def __init__(self, kernel, buffers, inputs: Inputs):
         self._keep(kernel, inputs)
-        self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.row_in_warpgroup
 
-        sK, sV, sQ, sdO, self.sdS, self.sStats, self.ds_full, sFlags = buffers
+        sK, sV, sQ, sdO, self.sdS, sStats, self.ds_full, sFlags = buffers
         sdS = self.sdS
         self._make_fragments(sK, sV, sQ, sdO, sdS, self.wg)
-        if sFlags is not None:
-            self.flags = StagedFlags(self.modifiers, sFlags[None, None, self.warp], self.lane)
-            self.dropped_words = cute.recast_tensor(self.rP_of_dv, Int32)
+        first_key = self.wg * ROWS_PER_WARPGROUP
+        self.scores = BackwardScores(kernel, self.position, inputs, first_key, sStats, sFlags)
+        # With a softcap registers are scarce: those of delta become those of dP. Dropout scales dP alone.
+        self.delta_in_dp = self.scores.capped is not None and not self.drops
         # the keys that this warpgroup's GEMMs read: dQ sums over those of all warpgroups
         self.own_keys = [(sK[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(self.num_warpgroups)]
         self.own_keys.append((sV[None, None, self.wg], self.wg * ROWS_PER_WARPGROUP))
@@ -72,16 +71,14 @@ class BackwardConsumer(Untraced, GradientScores):
         """Attributes that do not depend on which warpgroup computes which gradient."""
         self.kernel = kernel
         self.inputs = inputs
-        self.pipes, self.mmas, self.softmax_scale, self.scores, self.accumulator, *outputs = inputs
+        self.pipes, self.mmas, self.softmax_scale, self.scales, self.accumulator, *outputs = inputs
         self.mdK, self.mdV, _, self.sources, self.modifiers = outputs
         self.num_warpgroups, self.tile_m, self.tile_n = kernel.num_warpgroups, kernel.tile_m, kernel.tile_n
         self.position = position = this_thread()
         self.thread, self.lane, self.lane_in_quad, self.wg, self.warp, self.row_in_warpgroup = position
         self.turns = Turns(kernel.config.pingpong, self.wg, self.num_warpgroups)
         self.overlaps = kernel.config.overlap_gradients
-        self.is_capped = self.scores.tanh_scale is not None
-        # With a softcap registers are scarce: those of delta become those of dP. Dropout scales dP alone.
-        self.delta_in_dp = self.is_capped and not self.drops
+        self.drops = self.modifiers is not None and self.modifiers.drops
         self.dv_scale = self.modifiers.tensors.keep_scale if self.drops else Float32(1.0)
 
     def _make_fragments(self, sK, sV, sQ, sdO, sdS, tile_of_keys):
@@ -104,20 +101,6 @@ class BackwardConsumer(Untraced, GradientScores):
         self.shape_dq = mmas.dq.partition_shape_C((ROWS_PER_WARPGROUP, kernel.dq_columns))
         self.acc_dk = cute.make_rmem_tensor(mmas.dk.partition_shape_C((64, kernel.head_dim)), Float32)
         self.acc_dv = cute.make_rmem_tensor(mmas.dv.partition_shape_C((64, kernel.head_dim_v)), Float32)
-        self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_s, kernel.dtype) for _ in range(2))
-        self.p_words, self.ds_words = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
-        # statistics of this thread's queries, see `read_stats`
-        self.minus_lse, self.minus_delta = (cute.make_rmem_tensor((4, self.tile_m // 16), Float32) for _ in range(2))
-        if self.is_capped:
-            # P (1 - tanh^2), in the order of p_words
-            self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
-        # the operand of dV: P, or what dropout keeps of it
-        self.rP_of_dv = self.rP
-        if self.drops:
-            self.rP_of_dv, self.kept_values = (cute.make_rmem_tensor(self.shape_s, kernel.dtype) for _ in range(2))
-            self.kept_words = cute.make_rmem_tensor((ceil_div(cute.size(self.rP), 32),), Int32)
-        if self.modifiers is not None and self.modifiers.tensors.slopes is not None and kernel.group == 1:
-            self.slope = cute.make_rmem_tensor((1,), Float32)  # all steps of a tile are of one head
         # dS lies in shared memory as rows of queries, as dQ reads it
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), kernel.dtype)
         self.copy_ds = cute.make_tiled_copy_C(stmatrix, mmas.s).get_slice(self.thread)
@@ -142,14 +125,14 @@ class BackwardConsumer(Untraced, GradientScores):
                 self.clear_keys(tile, self.own_keys)
                 self.load_keys()
                 head, m_block = self.kernel.first_visit(tile)
-                self.load_slope(tile, head)
+                self.scores.load_slope(tile, head)
                 before = head, m_block  # the query block of the step before
                 self.pipes.q.consumer_wait(q_state)
                 acc_s = self.issue_s(q_state)
-                self.read_stats(self.minus_lse, q_state, 0)
-                self.draw(tile, head, m_block)
+                self.scores.read_lse(q_state)
+                self.scores.draw_flags(tile, head, m_block)
                 warpgroup.wait_group(0)
-                self.make_p(acc_s, tile, head, m_block)
+                self.scores.make_p(acc_s, tile, head, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
                     self.clear_queries(tile, m_block, q_state, do_state)
                     block, following = (head, m_block), self.kernel.next_visit(tile, head, m_block)
@@ -229,7 +212,7 @@ class BackwardConsumer(Untraced, GradientScores):
         if cutlass.const_expr(has_previous):
             acc_dq = self.issue_dq(ds_count - 1)
         if cutlass.const_expr(self.delta_in_dp):
-            self.read_stats(self.minus_delta, q_state, 1)
+            self.scores.read_delta(q_state)
         acc_dp = self.issue_dp(do_state, self.delta_in_dp)
         self.issue_dv(do_state, pass_early)
         if cutlass.const_expr(not self.overlaps):
@@ -241,13 +224,13 @@ class BackwardConsumer(Untraced, GradientScores):
         # Read before they are needed, because shared memory answers late while GEMMs read it, as far as registers
         # permit: for 128 queries, those of the second half, which are needed last, come once P is free.
         if cutlass.const_expr(not self.delta_in_dp):
-            self.read_stats(self.minus_delta, q_state, 1, 0, 64)
+            self.scores.read_delta(q_state, 0, 64)
         warpgroup.wait_group(1 if self.overlaps else 0)  # dV may still run
         if cutlass.const_expr(not self.delta_in_dp):
-            self.read_stats(self.minus_delta, q_state, 1, 64)
+            self.scores.read_delta(q_state, 64)
         if cutlass.const_expr(not self.overlaps):
             self.pipes.do.consumer_release(do_state)
-        self.make_ds(acc_dp, tile, *block, self.delta_in_dp)
+        self.scores.make_ds(acc_dp, tile, *block, self.delta_in_dp)
         # Written before the turn: dS is then complete. The compiler would move its arithmetic into the turn otherwise.
         self.write_ds(ds_count)
         cute.arch.sync_warp()
@@ -264,13 +247,13 @@ class BackwardConsumer(Untraced, GradientScores):
         if cutlass.const_expr(not self.overlaps):
             self.turns.pass_on()
         if cutlass.const_expr(has_next):
-            self.read_stats(self.minus_lse, next_q, 0)
-            self.draw(tile, *following)
+            self.scores.read_lse(next_q)
+            self.scores.draw_flags(tile, *following)
             warpgroup.wait_group(1)
-            self.make_p(acc_s, tile, *following)
+            self.scores.make_p(acc_s, tile, *following)
             # ptxas takes a wait to cost nothing: without this it moves all exponentials below the one that follows
             if cutlass.const_expr(self.overlaps):
-                order_after_words(self.p_words)
+                order_after_words(self.scores.p)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(q_state)
 
@@ -333,22 +316,6 @@ class BackwardConsumer(Untraced, GradientScores):
     # Accumulators that begin at zero are new registers each time: an old one would be an operand, and kept until then.
 
     @cute.jit
-    def read_stats(
-        self,
-        target: cute.Tensor,
-        q_state,
-        which: cutlass.Constexpr[int],
-        first: cutlass.Constexpr[int] = 0,
-        end: cutlass.Constexpr[int] = 128,
-    ):
-        """-lse log2(e) (0) or -delta (1) of this thread's queries in [first, end): four of each sixteen."""
-        count = self.tile_m // 16
-        source = cute.domain_offset((which * self.tile_m + 4 * self.lane_in_quad,), self.sStats[None, q_state.index])
-        source = cute.make_tensor(source.iterator.align(16), cute.make_layout((4, count), stride=(1, 16)))
-        for j in cutlass.range_constexpr(first // 16, min(end // 16, count)):
-            cute.autovec_copy(source[None, j], target[None, j])
-
-    @cute.jit
     def issue_s(self, q_state) -> cute.Tensor:
         acc_s = cute.make_rmem_tensor(self.shape_s, Float32)
         b = self.rQ[None, None, None, q_state.index]
@@ -361,19 +328,19 @@ class BackwardConsumer(Untraced, GradientScores):
         acc_dp = cute.make_rmem_tensor(self.shape_s, Float32)
         if cutlass.const_expr(minus_delta):
             for i in cutlass.range_constexpr(cute.size(acc_dp)):
-                acc_dp[i] = stat_of_column(self.minus_delta, i)
+                acc_dp[i] = stat_of_column(self.scores.minus_delta, i)
         b = self.rdO[None, None, None, do_state.index]
         wgmma.issue(self.mmas.dp, acc_dp, self.rV, b, minus_delta, self.kernel.steps_of_dp)
         return acc_dp
 
     @cute.jit
     def issue_dv(self, do_state, before_last: cutlass.Constexpr = None):
-        p, do = as_operand_a(self.rP_of_dv), self.rdO_t[None, None, None, do_state.index]
+        p, do = as_operand_a(self.scores.rP_of_dv), self.rdO_t[None, None, None, do_state.index]
         wgmma.issue(self.mmas.dv, self.acc_dv, p, do, True, before_last=before_last)
 
     @cute.jit
     def issue_dk(self, q_state, before_last: cutlass.Constexpr = None):
-        ds, q = as_operand_a(self.rdS), self.rQ_t[None, None, None, q_state.index]
+        ds, q = as_operand_a(self.scores.rdS), self.rQ_t[None, None, None, q_state.index]
         wgmma.issue(self.mmas.dk, self.acc_dk, ds, q, True, before_last=before_last)
 
     @cute.jit
@@ -387,34 +354,7 @@ class BackwardConsumer(Untraced, GradientScores):
         wgmma.issue_sum(self.mmas.dq, acc_dq, pairs, False)
         return acc_dq
 
-    # ---------------------------------------------------------------- P and dS
-
-    @cute.jit
-    def make_p(self, acc_s: cute.Tensor, tile, head: Int32, m_block: Int32):
-        """P = exp2(scale_log2 * S - lse * log2(e)), rounded to 16 bits."""
-        self.exponentials(acc_s, tile, head, m_block)
-        self.take_p(acc_s, tile, head, m_block)
-
-    @cute.jit
-    def take_p(self, acc_s: cute.Tensor, tile, head: Int32, m_block: Int32):
-        """P of the accumulator, in 16 bits, and what dropout keeps of it."""
-        pack(acc_s, self.rP)
-        if cutlass.const_expr(self.flags is not None):
-            self.flags.apply(self.p_words, self.dropped_words)
-        elif cutlass.const_expr(self.drops):
-            self.draw_kept(tile, head, m_block)
-            self.drop_p(acc_s)
-            pack(acc_s, self.rP_of_dv)
-
-    @cute.jit
-    def draw(self, tile, head: Int32, m_block: Int32):
-        """Draw the random bits of a block of scores; called while its GEMM runs."""
-        if cutlass.const_expr(self.flags is not None):
-            self.flags.draw(self.blocks_of(tile, head, m_block)[0])
-
-    def slot_of(self, tile) -> Int32:
-        """This warp's place in a tensor with one for each warp of a tile."""
-        return tile.n_block * self.kernel.config.tile_warps + self.warp
+    # ---------------------------------------------------------------- dS in shared memory
 
     def ds_tile_number(self, count: Int32) -> Int32:
         """The tile of shared memory for this warpgroup's dS of a step."""
@@ -428,7 +368,7 @@ class BackwardConsumer(Untraced, GradientScores):
         the buffer.
         """
         target = self.ds_target[None, None, None, self.ds_tile_number(count)]
-        cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), target)
+        cute.copy(self.copy_ds, self.copy_ds.retile(self.scores.rdS), target)
 
     @cute.jit
     def publish_ds(self, count: Int32):
@@ -480,7 +420,7 @@ class BackwardConsumer(Untraced, GradientScores):
 
         Args: stage: 2 KB of shared memory for this warp, if there is room.
         """
-        rows = [self.key(tile, 0, r) for r in range(2)]
+        rows = [self.scores.key(tile, 0, r) for r in range(2)]
         is_row = [row < tile.rows_k for row in rows]
         # the first of this warp's 16 keys, made uniform: see Warpgroup.recompute
         first_key = cute.arch.make_warp_uniform(rows[0] - self.lane // 4)
@@ -496,5 +436,5 @@ class BackwardConsumer(Untraced, GradientScores):
             ballots = repair_gradients.nan_rows(rows_and_columns(acc), is_row)
             if ballots[0] | ballots[1] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
-                inputs = (self.sources, self.accumulator, self.scores, is_v)
+                inputs = (self.sources, self.accumulator, self.scales, is_v)
                 self.kernel.recompute_keys(tile, gradient, scale, first_key, ballots, *inputs, modifiers=self.modifiers)

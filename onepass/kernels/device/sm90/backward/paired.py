@@ -47,6 +47,7 @@ from ...blocks.tiles.named_barrier import NamedBarrier
 from ..forward.tile import WARPGROUP, WARPS, after
 from .dq_atomic import AtomicSums
 from .inputs import Inputs, Thread
+from .scores import BackwardScores
 from .wide import WideConsumer
 
 PEER_PIECES = 2  # pieces of K that a thread block has of the peer
@@ -132,7 +133,8 @@ class PairedConsumer(WideConsumer):
         self.rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         first_key = self.rank * ROWS_PER_WARPGROUP
         peer_key = ROWS_PER_WARPGROUP - first_key
-        self.row_in_tile = first_key + self.row_in_warpgroup
+        first_warp = self.rank * kernel.config.consumer_warps
+        self.scores = BackwardScores(kernel, self.position, inputs, first_key, wide[6], first_warp=first_warp)
         self.keys = [(sK, first_key) for sK, _ in self.keys]
         self.keys += [(sPeerK[None, None, i], peer_key) for i in range(PEER_PIECES)]
         self.values = [(sV, first_key) for sV, _ in self.values]
@@ -145,9 +147,6 @@ class PairedConsumer(WideConsumer):
         self.copy_p = cute.make_tiled_copy_C(ldmatrix, self.mmas.s).get_slice(self.thread)
         self.p_source = self.copy_p.partition_S(transposed(sdS))
         self.sums = PairedSums(kernel, self.position, inputs, self.rank, self.shape_dq)
-
-    def slot_of(self, tile) -> Int32:
-        return super().slot_of(tile) + self.rank * self.kernel.config.consumer_warps
 
     # ---------------------------------------------------------------- steps
 
@@ -173,7 +172,7 @@ class PairedConsumer(WideConsumer):
         if cutlass.const_expr(self.kernel.is_deterministic):
             self.sums.add_kept(tile)
         if cutlass.const_expr(has_next):
-            self.read_stats(self.minus_lse, next_q, 0)
+            self.scores.read_lse(next_q)
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
@@ -183,9 +182,9 @@ class PairedConsumer(WideConsumer):
         if cutlass.const_expr(has_next):
             warpgroup.wait_group(1)
             self.pipes.q.consumer_release(next_q)
-            self.exponentials(acc_s, tile, *following)
+            self.scores.exponentials(acc_s, tile, *following)
             order_after_words(cute.recast_tensor(acc_s, Int32))
-            self.take_p(acc_s, tile, *following)
+            self.scores.take_p(acc_s, tile, *following)
         warpgroup.wait_group(0)
         self.free_ds()
         self.sums.keep(acc_dq, *block)
@@ -220,7 +219,7 @@ class PairedConsumer(WideConsumer):
         self.free_ds()
         self.sums.add_in_turn(acc_dq, tile, *block, seen)
         if cutlass.const_expr(has_next):
-            self.read_stats(self.minus_delta, next_q, 1)
+            self.scores.read_delta(next_q)
             warpgroup.wait_group(0)
             self.pipes.do.consumer_release(next_do)
             self.receive_p(count + 1)
@@ -231,9 +230,11 @@ class PairedConsumer(WideConsumer):
 
     def sent_p(self) -> cute.Tensor:
         """What warpgroup 1 needs of P: with a softcap, P times its slope."""
-        if not self.is_capped:
-            return self.rP
-        return cute.make_tensor(cute.recast_tensor(self.capped_words, self.kernel.dtype).iterator, self.rP.layout)
+        if self.scores.capped is None:
+            return self.scores.rP
+        return cute.make_tensor(
+            cute.recast_tensor(self.scores.capped, self.kernel.dtype).iterator, self.scores.rP.layout
+        )
 
     @cute.jit
     def send_p(self, count: Int32):
@@ -253,7 +254,7 @@ class PairedConsumer(WideConsumer):
     def send_ds(self, count: Int32):
         """Send dS to all warpgroups of the pair. It takes the place of P, which this warp alone has read."""
         cute.arch.sync_warp()
-        cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), self.ds_target[None, None, None, 0])
+        cute.copy(self.copy_ds, self.copy_ds.retile(self.scores.rdS), self.ds_target[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
         if self.warp % WARPS == 0:

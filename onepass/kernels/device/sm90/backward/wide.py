@@ -31,6 +31,7 @@ from ..forward.tile import WARPGROUP, WARPS, after
 from .consumer import BackwardConsumer
 from .dq_atomic import AtomicSums
 from .inputs import Inputs
+from .scores import BackwardScores
 
 PIECE = 64  # columns of dQ
 P_WORDS = 4  # 32-bit words of a 16-byte vector
@@ -50,15 +51,14 @@ class WideConsumer(BackwardConsumer):
 
     def __init__(self, kernel, buffers, inputs: Inputs):
         self._keep(kernel, inputs)
-        self.row_in_tile = self.row_in_warpgroup
-
-        sK, sV, sQ, sdO, sdS, self.sP, self.sStats, self.ds_full, self.p_full = buffers
+        sK, sV, sQ, sdO, sdS, self.sP, sStats, self.ds_full, self.p_full = buffers
         self._make_fragments(sK, sV, sQ, sdO, sdS, 0)
         sK_t = cute.local_tile(transposed(sK), (PIECE, ROWS_PER_WARPGROUP), (None, 0, 0))
         dq = self.mmas.dq.get_slice(self.thread)
         self.rdS_q = self.mmas.dq.make_fragment_A(dq.partition_A(sdS))
         self.rK_t = self.mmas.dq.make_fragment_B(dq.partition_B(sK_t))
         self.sums = PieceSums(kernel, self.position, inputs)
+        self.scores = BackwardScores(kernel, self.position, inputs, 0, sStats)
         self.num_pieces = kernel.num_pieces
         # tiles of K and V that this thread block's GEMMs read, each with the number of its first key
         self.keys, self.values = [(sK[None, None, 0], 0)], [(sV[None, None, 0], 0)]
@@ -86,14 +86,14 @@ class WideConsumer(BackwardConsumer):
                 self.pipes.k.consumer_wait(kv_state)
                 self.clear_keys(tile, self.keys)
                 head, m_block = self.kernel.first_visit(tile)
-                self.load_slope(tile, head)
+                self.scores.load_slope(tile, head)
                 self.pipes.q.consumer_wait(q_state)
                 acc_s = self.issue_s(q_state)
-                self.read_stats(self.minus_lse, q_state, 0)
+                self.scores.read_lse(q_state)
                 warpgroup.wait_group(0)
                 self.pipes.q.consumer_release(q_state)
                 q_state.advance()
-                self.make_p(acc_s, tile, head, m_block)
+                self.scores.make_p(acc_s, tile, head, m_block)
                 self.send_p(count)
                 for _ in cutlass.range(num_steps - 1, unroll=1):
                     self.clear_queries(tile, m_block, None, do_state)
@@ -135,14 +135,14 @@ class WideConsumer(BackwardConsumer):
             acc_s = self.issue_s(next_q)
         self.issue_dv(do_state)
         if cutlass.const_expr(has_next):
-            self.read_stats(self.minus_lse, next_q, 0)
+            self.scores.read_lse(next_q)
             warpgroup.wait_group(1)
             self.pipes.q.consumer_release(next_q)
-            self.exponentials(acc_s, tile, *following)
+            self.scores.exponentials(acc_s, tile, *following)
         warpgroup.wait_group(0)
         self.pipes.do.consumer_release(do_state)
         if cutlass.const_expr(has_next):
-            self.take_p(acc_s, tile, *following)
+            self.scores.take_p(acc_s, tile, *following)
         self.wait_for_ds(count)
         if cutlass.const_expr(has_next):
             self.send_p(count + 1)
@@ -180,7 +180,7 @@ class WideConsumer(BackwardConsumer):
             if num_steps > 0:
                 head, m_block = self.kernel.first_visit(tile)
                 self.pipes.q.consumer_wait(q_state)
-                self.read_stats(self.minus_delta, q_state, 1)
+                self.scores.read_delta(q_state)
                 self.pipes.v.consumer_wait(kv_state)
                 self.pipes.do.consumer_wait(do_state)
                 self.clear_keys(tile, self.values)
@@ -234,7 +234,7 @@ class WideConsumer(BackwardConsumer):
             self.pipes.q.consumer_wait(next_q)
             self.pipes.do.consumer_wait(next_do)
             acc_dp = self.issue_dp(next_do)
-            self.read_stats(self.minus_delta, next_q, 1)
+            self.scores.read_delta(next_q)
         warpgroup.wait_group(0)
         self.pipes.q.consumer_release(q_state)
         if cutlass.const_expr(has_next):
@@ -259,15 +259,15 @@ class WideConsumer(BackwardConsumer):
 
     def copies_of_p(self) -> list[cute.Tensor]:
         """What `make_ds` needs of P: with a softcap P times its slope, and P itself for gradients of terms."""
-        if not self.is_capped:
-            return [self.p_words]
-        return [self.capped_words, self.p_words][: self.kernel.p_copies]
+        if self.scores.capped is None:
+            return [self.scores.p]
+        return [self.scores.capped, self.scores.p][: self.kernel.p_copies]
 
     @cute.jit
     def make_wide_ds(self, acc_dp: cute.Tensor, tile, head: Int32, m_block: Int32):
         if cutlass.const_expr(self.drops):
-            self.draw_kept(tile, head, m_block)
-        self.make_ds(acc_dp, tile, head, m_block)
+            self.scores.draw_kept(tile, head, m_block)
+        self.scores.make_ds(acc_dp, tile, head, m_block)
 
     @cute.jit
     def send_ds(self, count: Int32):
@@ -277,7 +277,7 @@ class WideConsumer(BackwardConsumer):
         warpgroup wait here for each other.
         """
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.wg, number_of_threads=WARPGROUP)
-        cute.copy(self.copy_ds, self.copy_ds.retile(self.rdS), self.ds_target[None, None, None, count % 2])
+        cute.copy(self.copy_ds, self.copy_ds.retile(self.scores.rdS), self.ds_target[None, None, None, count % 2])
         cute.arch.sync_warp()
         self.publish_ds(count)
 
