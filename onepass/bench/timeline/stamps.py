@@ -178,20 +178,14 @@ class StampedBackwardConsumer(Stamps, BackwardConsumer):
 
     def __init__(self, *arguments):
         BackwardConsumer.__init__(self, *arguments)
-        self.begin_stamps(self.wg + FIRST_ROLE_OF_CONSUMERS, self.thread)
+        self.begin_stamps(self.thread.wg + FIRST_ROLE_OF_CONSUMERS, self.thread.number)
         self.stamp_calls(self.turns, "wait", "wait for the turn", "issue GEMMs")
         self.stamp_calls(self.turns, "pass_on", None, "wait for GEMMs")
+        self.stamp_calls(self.exchange, "wait_for_ds", "wait for dS", None)
+        self.stamp_calls(self.exchange, "send_ds", None, "other")
         self.stamp_calls(self.scores, "make_p", "P = exp(S - lse)", "wait for GEMMs")
         self.stamp_calls(self.scores, "make_ds", "dS = P (dP - delta)", None)
         self.stamp_calls(self.sums, "add", "add dQ", "wait for GEMMs")
-
-    def wait_for_ds(self, count):
-        self.stamp("wait for dS")
-        BackwardConsumer.wait_for_ds(self, count)
-
-    def publish_ds(self, count):
-        BackwardConsumer.publish_ds(self, count)
-        self.stamp("other")
 
     def store(self, *arguments):
         self.stamp("store")

@@ -28,7 +28,7 @@ FLAGS_PER_WORD = 8  # words of flags, whose every eighth bit is one, in a word o
 
 
 def stat_of_column(stats: cute.Tensor, i: int, m_tiles: int = 1) -> Float32:
-    """The value that `read_stats` has read for the column of an accumulator's i-th value."""
+    """The statistic (minus_lse or minus_delta) of the query in the column of an accumulator's i-th value."""
     block = i // (4 * m_tiles)
     return stats[block % 2 * 2 + i % 2, block // 2]
 
@@ -101,6 +101,7 @@ class GradientScores(Untraced):
 
     Args:
         kernel: a KeyTiles; its dtype is that of the inputs.
+        scales: the factors of scores.
         p, ds: the registers of P and dS. With float32 inputs p is the accumulator of S, and dS takes the place of dP.
         kept: with dropout through registers.
         flags, dropped: with dropout through shared memory: its flags, and the registers of what it keeps of p.
@@ -188,6 +189,10 @@ class GradientScores(Untraced):
     def adds_terms(self) -> bool:
         return self.modifiers is not None and self.modifiers.adds_terms
 
+    @property
+    def drops(self) -> bool:
+        return self.kept is not None or self.flags is not None
+
     def blocks_of(self, tile, head: Int32, m_block: Int32) -> list[Block]:
         """The `Block` of each m_tile of this thread."""
         places = 2 * [place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)]
@@ -208,7 +213,8 @@ class GradientScores(Untraced):
     @cute.jit
     def draw_kept(self, tile, head: Int32, m_block: Int32):
         """With dropout through registers: set the bits of a block."""
-        self.kept.draw(self.blocks_of(tile, head, m_block))
+        if cutlass.const_expr(self.kept is not None):
+            self.kept.draw(self.blocks_of(tile, head, m_block))
 
     def key(self, tile, i: int, r: int) -> Int32:
         """The position of the key in row r (0 or 1) of this thread in its i-th m_tile."""

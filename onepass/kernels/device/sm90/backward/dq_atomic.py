@@ -36,8 +36,16 @@ class AtomicSums(Untraced):
         self.add_share(acc_dq, self.share(tile, head, m_block))
 
     @cute.jit
-    def end_tile(self, tile):
-        """All query blocks of a tile have been added."""
+    def end_tile(self, tile_end: cute.Pointer | None):
+        """One arrival of this warp: it adds nothing more to dQ of the tile."""
+        if cutlass.const_expr(self.kernel.finishes_rows):
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(tile_end)
+
+    @cute.jit
+    def repair(self, tile):
+        """Nothing to do: what writes dq repairs it."""
 
     def address(self, acc_dq: cute.Tensor, share: Int32) -> cute.Pointer:
         """The address of this thread's first values in a share."""
@@ -57,11 +65,9 @@ class AtomicSums(Untraced):
     def blocks_of_share(self) -> tuple[int, int]:
         """Blocks of 8 columns of a share of dQ: those that every warpgroup has, and those of warpgroup 0.
 
-        Columns past head_dim are zero, and are not added. (Where there are several pieces, all of each are.)
+        Columns past head_dim are zero, and are not added.
         """
         count = self.kernel.dq_columns // 8
-        if self.kernel.config.by_gradient:
-            return count, count
         first_columns = 0, 0 if self.kernel.is_dq_by_rows else self.kernel.dq_columns
         there = [min(count, ceil_div(self.kernel.true_head_dim - first, 8)) for first in first_columns]
         return max(0, there[1]), there[0]

@@ -27,7 +27,7 @@ class PrivateSums(AtomicSums):
     def __init__(self, kernel, thread: Thread, inputs: Inputs):
         super().__init__(kernel, thread, inputs)
         self.mdQ, self.sources = inputs.mdQ, inputs.sources
-        self.softmax_scale, self.scores = inputs.softmax_scale, inputs.scores
+        self.softmax_scale, self.scales = inputs.softmax_scale, inputs.scales
         # the first of this thread's two rows of a block of dQ
         self.row = thread.wg * ROWS_PER_WARPGROUP + thread.row if kernel.is_dq_by_rows else thread.row
         # whether a dq that this tile has written has a NaN
@@ -89,7 +89,7 @@ class PrivateSums(AtomicSums):
             self.nan_in_dq[0] = self.nan_in_dq[0] | ballots[0] | ballots[1]
 
     @cute.jit
-    def end_tile(self, tile):
+    def repair(self, tile):
         """Compute dq again if hidden pairs may have brought a NaN to a block that this tile has written."""
         if cutlass.const_expr(self.sources is not None):
             if self.nan_in_dq[0] != 0:
@@ -117,4 +117,4 @@ class PrivateSums(AtomicSums):
                 end = minimum(start + 16, tile.geometry.seqlen_q)
                 if is_last:
                     for query in cutlass.range(start, end, unroll=1):
-                        repair_gradients.recompute_dq(dq, query, *rows, tile.geometry, *self.scores, self.softmax_scale)
+                        repair_gradients.recompute_dq(dq, query, *rows, tile.geometry, *self.scales, self.softmax_scale)

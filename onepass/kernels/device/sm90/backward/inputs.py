@@ -34,13 +34,41 @@ class Mmas(NamedTuple):
     dq: cute.TiledMma  # dQ = dS K, over the keys of all warpgroups
 
 
+class Buffers(NamedTuple):
+    """Shared memory of the consumers, and barriers of what they send each other.
+
+    Attributes:
+        k, v: (64, columns, tiles), the keys of a tile.
+        q, do: (tile_m, columns, buffers).
+        ds: (tile_m, 64, tiles), all tiles of a buffer together.
+        stats: (STAT_ROWS * tile_m, buffers) float32, -lse * log2(e) and -delta of the rows of q.
+        flags: of dropout, see StagedFlags.
+        p, p_full: see `wide.Exchange`.
+        peer_k, inbox, ds_empty: in pairs only, see paired.py.
+    """
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    ds: cute.Tensor
+    stats: cute.Tensor
+    ds_full: cute.Pointer
+    flags: cute.Tensor | None = None
+    p: cute.Tensor | None = None
+    p_full: cute.Pointer | None = None
+    peer_k: cute.Tensor | None = None
+    inbox: cute.Tensor | None = None
+    ds_empty: cute.Pointer | None = None
+
+
 class Inputs(NamedTuple):
-    """What a consumer reads and writes, beside the buffers in shared memory."""
+    """What a consumer reads and writes in addition to `Buffers`."""
 
     pipes: BackwardPipes
     mmas: Mmas
     softmax_scale: Float32
-    scores: Scores
+    scales: Scores
     accumulator: Accumulator
     mdK: cute.Tensor
     mdV: cute.Tensor

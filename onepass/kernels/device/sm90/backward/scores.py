@@ -10,7 +10,7 @@ from ....config import ROWS_PER_WARPGROUP
 from ...blocks.memory.ptx import pack
 from ...blocks.softmax.dropout import StagedFlags
 from ...blocks.softmax.gradients import GradientScores, KeptBits, Region
-from .inputs import Inputs, Thread
+from .inputs import Buffers, Inputs, Thread
 
 
 class BackwardScores(GradientScores):
@@ -18,8 +18,7 @@ class BackwardScores(GradientScores):
 
     Args:
         first_key: the first of these keys among those of a tile.
-        first_warp: the number of thread block's first warp among those of a tile.
-        sFlags: with dropout through shared memory.
+        first_warp: the number of this thread block's first warp among those of a tile.
 
     Attributes:
         rP, rdS: P and dS.
@@ -31,42 +30,29 @@ class BackwardScores(GradientScores):
         kernel,
         thread: Thread,
         inputs: Inputs,
+        buffers: Buffers,
         first_key: Int32 | int,
-        sStats: cute.Tensor,
-        sFlags: cute.Tensor | None = None,
         first_warp: Int32 | int = 0,
     ):
-        modifiers, shape = inputs.modifiers, inputs.mmas.s.partition_shape_C((ROWS_PER_WARPGROUP, kernel.tile_m))
-        self.sStats, self.first_warp = sStats, first_warp
+        self.sStats, self.first_warp = buffers.stats, first_warp
+        shape = inputs.mmas.s.partition_shape_C((ROWS_PER_WARPGROUP, kernel.tile_m))
         self.rP, self.rdS = (cute.make_rmem_tensor(shape, kernel.dtype) for _ in range(2))
-        self.rP_of_dv, kept, flags, dropped, has_slopes = self.rP, None, None, None, False
-        if modifiers is not None:
-            has_slopes = modifiers.tensors.slopes is not None
-            if modifiers.drops:
-                self.rP_of_dv = cute.make_rmem_tensor(shape, kernel.dtype)
-                if sFlags is None:
-                    kept = KeptBits(modifiers, cute.size(shape), 1)
-                else:
-                    flags = StagedFlags(modifiers, sFlags[None, None, thread.warp], thread.lane)
-                    dropped = cute.recast_tensor(self.rP_of_dv, Int32)
-        super().__init__(
-            kernel,
-            Region(
-                thread.number,
-                thread.lane,
-                thread.lane_in_quad,
-                thread.warp,
-                first_key + thread.row,
-                kernel.tile_m,
-            ),
-            inputs.scores,
-            modifiers,
-            *(cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS)),
-            kept,
-            flags,
-            dropped,
-            keeps_slope=has_slopes and kernel.group == 1,  # all steps of a tile are of one head
+        p, ds = (cute.recast_tensor(r, Int32) for r in (self.rP, self.rdS))
+        region = Region(
+            thread.number, thread.lane, thread.lane_in_quad, thread.warp, first_key + thread.row, kernel.tile_m
         )
+        modifiers, kept, flags, dropped = inputs.modifiers, None, None, None
+        self.rP_of_dv = self.rP
+        if modifiers is not None and modifiers.drops:
+            self.rP_of_dv = cute.make_rmem_tensor(shape, kernel.dtype)
+            if buffers.flags is None:
+                kept = KeptBits(modifiers, cute.size(shape), m_tiles=1)
+            else:
+                flags = StagedFlags(modifiers, buffers.flags[None, None, thread.warp], thread.lane)
+                dropped = cute.recast_tensor(self.rP_of_dv, Int32)
+        # all steps of a tile are of one head, if each query head has keys of its own
+        keeps_slope = modifiers is not None and modifiers.tensors.slopes is not None and kernel.group == 1
+        super().__init__(kernel, region, inputs.scales, modifiers, p, ds, kept, flags, dropped, keeps_slope)
 
     def slot(self, tile) -> Int32:
         return super().slot(tile) + self.first_warp
