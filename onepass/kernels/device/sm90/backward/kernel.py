@@ -11,7 +11,7 @@ all warpgroups. The dQ of a step is added to a float32 accumulator in global mem
     two warps            lse and delta of query rows and zeros for dQ, before tiles need them; dq, after them: rows.py
     each warpgroup       S0 P0 | dP0 dV0 | dS0 | S1 dK0 | P1 | dQ0 dP1 dV1 | dS1 | S2 dK1 | P2 ...
 
-P and dS are computed while the tensor cores work on the GEMMs around them; see consumer.py.
+P and dS are computed while the tensor cores work on the GEMMs around them; see consumer.py, and there the parts.
 
 With private_dq (BackwardConfigSm90) a thread block is the only one that adds to a dQ, and writes it when it is
 complete. Otherwise these additions come in any order. If the problem is deterministic, tiles of keys add to a block of
@@ -58,7 +58,8 @@ from ...blocks.tiles.packed import Lengths
 from ...blocks.tiles.queue import TileQueue
 from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
 from ..forward.tile import WARPGROUP, WARPS
-from .consumer import BackwardConsumer, BackwardPipes, Inputs, Mmas
+from .consumer import BackwardConsumer
+from .inputs import BackwardPipes, Buffers, Inputs, Mmas
 from .paired import PEER_PIECES, PairedConsumer
 from .producer import BackwardProducer
 from .rows import FIRST_WARP as FIRST_BACKGROUND_WARP
@@ -84,6 +85,8 @@ class BackwardSm90(KeyTiles):
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
         self.num_pieces = self.head_dim // self.dq_columns  # of dQ, with by_gradient
+        # a warpgroup's share of a dQ: 64 of the queries, or some of the columns
+        self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
         self.is_paired, self.cluster_size, self.ds_buffers = config.paired, config.tile_blocks, config.ds_buffers
         mask = Mask() if problem.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
@@ -294,6 +297,7 @@ class BackwardSm90(KeyTiles):
             smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
             for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
         )
+        sPeerK = sInbox = sP = sFlags = ds_empty = None
         if cutlass.const_expr(self.is_paired):
             sPeerK, sInbox = (
                 smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
@@ -304,7 +308,6 @@ class BackwardSm90(KeyTiles):
             p_vectors = self.p_copies * self.tile_m * ROWS_PER_WARPGROUP // (2 * WARPGROUP * P_WORDS)
             p_layout = cute.make_ordered_layout((P_WORDS, WARPGROUP, p_vectors), order=(0, 1, 2))
             sP = smem.allocate_tensor(Int32, p_layout, 128)
-        sFlags = None
         if cutlass.const_expr(self.flag_vectors > 0):
             flags_layout = cute.make_ordered_layout((4, self.flag_vectors, consumer_warps), order=(0, 1, 2))
             sFlags = smem.allocate_tensor(Int32, flags_layout, 128)
@@ -397,13 +400,13 @@ class BackwardSm90(KeyTiles):
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             inputs = Inputs(pipes, tiled_mmas, softmax_scale, scores, accumulator, mdK, mdV, mdQ, sources, modifiers)
+            buffers = Buffers(sK, sV, sQ, sdO, sdS, sStats, ds_full, sFlags, sP, p_full, sPeerK, sInbox, ds_empty)
             if cutlass.const_expr(self.is_paired):
-                buffers = sK, sV, sQ, sdO, sdS, None, sStats, ds_full, p_full, sPeerK, sInbox, ds_empty
                 consumer = PairedConsumer(self, buffers, inputs)
             elif cutlass.const_expr(self.config.by_gradient):
-                consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), inputs)
+                consumer = WideConsumer(self, buffers, inputs)
             else:
-                consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sStats, ds_full, sFlags), inputs)
+                consumer = BackwardConsumer(self, buffers, inputs)
             if cutlass.const_expr(self.has_background_rows):
                 background = make_background()
                 first = self.tile_at(queue.start(), schedule, seqlens)

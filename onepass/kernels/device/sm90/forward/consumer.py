@@ -55,7 +55,7 @@ class Consumer(Warpgroup):
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         tile, skipped, unused = self.own_blocks(self.kernel.tile_at(number, schedule, seqlens))
-        self.prime_turns()
+        self.turns.begin()
         if cutlass.const_expr(config.overlap_tiles):
             for _ in cutlass.range(skipped, unroll=1):
                 self.skip(self.pipes.k, k_state)
@@ -74,8 +74,8 @@ class Consumer(Warpgroup):
                 self.skip(self.pipes.v, v_state)
                 v_state.advance()
                 # every warpgroup takes one turn a block
-                self.wait_for_turn()
-                self.pass_turn()
+                self.turns.wait()
+                self.turns.pass_on()
             self.acc_o.fill(0.0)
             self.clear_garbage(tile, v_state)
 
@@ -120,8 +120,8 @@ class Consumer(Warpgroup):
             elif cutlass.const_expr(self.kernel.skips_unused):
                 # in the order of their loads: K of a block comes before V of the block visited before it
                 for _ in cutlass.range(unused, unroll=1):
-                    self.wait_for_turn()
-                    self.pass_turn()
+                    self.turns.wait()
+                    self.turns.pass_on()
                     self.skip(self.pipes.v, v_state)
                     v_state.advance()
                     self.skip(self.pipes.k, k_state)
@@ -158,7 +158,7 @@ class Consumer(Warpgroup):
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         tile = self.kernel.tile_at(number, schedule, seqlens)
-        self.prime_turns()
+        self.turns.begin()
         self.load_q(self.q_state(wave))
         self.issue_qk(1, k_state, self.q_state(wave))
         warpgroup.wait_group(0)
@@ -254,8 +254,8 @@ class Consumer(Warpgroup):
     @cute.jit
     def skip_key_block(self, k_state):
         """Release a K unread, and take this warpgroup's turn for its block."""
-        self.wait_for_turn()
-        self.pass_turn()
+        self.turns.wait()
+        self.turns.pass_on()
         self.skip(self.pipes.k, k_state)
 
     @cute.jit
@@ -311,13 +311,13 @@ class Consumer(Warpgroup):
                 # PV and QK^T in one turn: between two turns the tensor cores would go to another warpgroup
                 self.pipes.k.consumer_wait(k_state, ready[0])
                 self.pipes.v.consumer_wait(v_state, ready[1])
-                self.wait_for_turn()
+                self.turns.wait()
                 self.last_pv(v_state)
             else:
                 self.last_pv(v_state)
-                self.wait_for_turn()
+                self.turns.wait()
             self.issue_qk(0, k_state, q_state)
-            self.pass_turn()
+            self.turns.pass_on()
             self.load_next(tile, n_block, k_state, v_state)
             warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
@@ -352,12 +352,12 @@ class Consumer(Warpgroup):
         Without overlap_gemm_softmax that S comes after the PV, and the finished rows are stored during it.
         """
         if cutlass.const_expr(not self.config.overlap_gemm_softmax):
-            self.wait_for_turn()
+            self.turns.wait()
             self.last_pv(v_state)
             self.load_q(next_q_state)
             self.load_scales(next_tile)
             self.issue_qk(0, k_state, next_q_state)
-            self.pass_turn()
+            self.turns.pass_on()
             self.store(tile)
             warpgroup.wait_group(0)
             self.first_softmax(next_tile, k_state, next_q_state)
