@@ -102,6 +102,8 @@ MANY_SHORT = [
     case(257, 200, batch=130, heads=(2, 1), head_dim=64),
     case(300, 100, batch=33, heads=(4, 4), head_dim=128, causal=True),
     case(90, 100, batch=66, heads=(2, 2), head_dim=40, head_dim_v=72, dtype=FP16),
+    case(200, 300, batch=66, heads=(2, 2), head_dim=96, causal=True),
+    case(130, 200, batch=66, heads=(2, 2), head_dim=72, dtype=FP16, causal=True),
     case(1, 512, batch=132, heads=(1, 1), head_dim=128),
     case(100, 150, batch=132, heads=(1, 1), head_dim=64, used=tuple(range(19, 151)), window=(30, 9), sinks=True),
     case(200, 200, batch=132, heads=(1, 1), head_dim=64, window=(-20, 90)),

@@ -488,6 +488,7 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
             0.94 and 0.99; deterministic 0.97, 0.95 and 1.00, 0.99; seqused_k 0.98 and 0.95
         2048 and 8192 with dropout: head_dim 128 1.01, 1.02 (causal), 1.03, 1.04 (full); 64, with tiles of 64 queries,
             0.95, 0.95 and 0.94, 0.93
+        head_dim 96, 2048 to 16384, with K in registers: full 1.08, 1.05, 1.07, 1.06
 
     Ranges, positions, left padding and ALiBi spill values at head_dim 64, where K takes 32 registers, and so do groups
     of heads under a mask at 64 and 128.
@@ -498,8 +499,10 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
     is_grouped, is_full, drops = problem.qhead_per_kvhead > 1, problem.mask.is_full, problem.dropout_p > 0
     if config.tile_m == 128:
         return not (problem.has_seqused_k or problem.has_alibi or drops) and (is_full or not is_grouped)
-    is_wide = max(problem.head_dim, problem.head_dim_v) > 64
-    return is_wide and (is_full == is_grouped or (drops and not is_grouped))
+    widest = max(config.head_dims(problem))
+    if widest == 96 and not is_grouped:
+        return True
+    return widest > 64 and (is_full == is_grouped or (drops and not is_grouped))
 
 
 FULL_SEQLEN_IN_BACKGROUND = 1024

@@ -130,7 +130,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
         kernel, mmas = self.kernel, self.mmas
         s, dp, dv, dk = (mma.get_slice(self.thread) for mma in mmas[:4])
         self.rK = mmas.s.make_fragment_A(s.partition_A(sK))
-        if kernel.config.keys_in_registers:
+        if kernel.keys_in_registers:
             self.rK = cute.make_rmem_tensor(cute.select(self.rK.layout, [0, 1, 2]).shape, kernel.dtype)
         else:
             self.rK = self.rK[None, None, None, tile_of_keys]
@@ -228,7 +228,7 @@ class BackwardConsumer(Turns, AdditionTurns, GradientScores):
     @cute.jit
     def load_keys(self):
         """Load this warpgroup's K into registers, with keys_in_registers."""
-        if cutlass.const_expr(self.kernel.config.keys_in_registers):
+        if cutlass.const_expr(self.kernel.keys_in_registers):
             ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.kernel.dtype)
             copy = cute.make_tiled_copy_A(ldmatrix, self.mmas.s).get_slice(self.thread)
             cute.copy(copy, copy.partition_S(self.sK[None, None, self.wg]), copy.retile(self.rK))

@@ -83,6 +83,7 @@ class BackwardSm90(KeyTiles):
         # of GEMMs that sum over columns; those past the last one are zero
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
+        self.keys_in_registers = config.keys_in_registers(problem)
         self.num_pieces = self.head_dim // self.dq_columns  # of dQ, with by_gradient
         self.is_paired, self.cluster_size, self.ds_buffers = config.paired, config.tile_blocks, config.ds_buffers
         mask = Mask() if problem.has_intervals else problem.mask
@@ -141,7 +142,7 @@ class BackwardSm90(KeyTiles):
     ):
         if cutlass.const_expr(self.is_packed):
             q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in (q, k, v, dout, dk, dv))
-        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype)
+        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype, self.dq_columns)
         sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
@@ -234,7 +235,7 @@ class BackwardSm90(KeyTiles):
 
         smem, registers = OperandSource.SMEM, OperandSource.RMEM
         return Mmas(
-            s=tiled_mma(self.tile_m, registers if self.config.keys_in_registers else smem, Major.K, Major.K),
+            s=tiled_mma(self.tile_m, registers if self.keys_in_registers else smem, Major.K, Major.K),
             dp=tiled_mma(self.tile_m, smem, Major.K, Major.K),
             dv=tiled_mma(self.head_dim_v, registers, Major.K, Major.MN),
             dk=tiled_mma(self.head_dim, registers, Major.K, Major.MN),
