@@ -112,6 +112,24 @@ MANY_SHORT = [
 ]
 
 
+# under a causal mask, more tiles of grouped heads than multiprocessors (BackwardConfigSm90.heads_together)
+TWO_WAVES = [
+    case(size(300, 80), size(400, 99), batch=size(40, 2), heads=(8, 2), head_dim=64, causal=True),
+    case(size(400, 99), size(300, 80), batch=size(40, 2), heads=(6, 2), head_dim=128, dtype=FP16, causal=True),
+    case(size(200, 70), size(500, 90), batch=size(40, 2), heads=(4, 1), head_dim=96, causal=True),
+    case(size(300, 80), size(400, 99), batch=size(20, 2), heads=(4, 2), head_dim=256, causal=True),
+]
+
+
+def test_the_tiles_of_two_waves_visit_heads_together():
+    assert all(heuristics.backward_config_sm90(problem_of(case.call())).heads_together for case in TWO_WAVES)
+
+
+@cases(TWO_WAVES)
+def test_two_waves_of_tiles(case):
+    check_gradients(case.call())
+
+
 def test_the_many_short_sequences_have_a_private_dq():
     assert all(heuristics.backward_config_sm90(problem_of(case.call())).private_dq for case in MANY_SHORT)
 

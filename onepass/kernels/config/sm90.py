@@ -309,6 +309,10 @@ class BackwardConfigSm90(LaunchConfig):
         paired: clusters of two thread blocks take the 128 keys of a tile together, 64 each. They share the loads of Q
             and dO (TMA multicast) and exchange dS, and each adds half of the columns of dQ over the keys of both: see
             device/sm90/backward/paired.py. With by_gradient, and head dims of Q and K above 128.
+        heads_together: all query heads of a group visit a block of queries before any of them goes on to another one.
+            The tiles of the first, third, ... wave of thread blocks begin with their last block, the others with their
+            first one. Under a causal mask, longest tiles first, tiles that run at the same time then visit the same
+            blocks. If False, the blocks of a head follow each other.
     """
 
     tile_m: int = 64
@@ -324,6 +328,7 @@ class BackwardConfigSm90(LaunchConfig):
     descending_turns: bool = False
     overlap_gradients: bool = False
     paired: bool = False
+    heads_together: bool = False
 
     # of a copy: what TMA reads is aligned
     vector_bytes: ClassVar[int] = 16
@@ -469,6 +474,8 @@ class BackwardConfigSm90(LaunchConfig):
             raise UnsupportedError("overlap_gradients: expected False with by_gradient")
         if self.paired:
             self._check_paired(problem)
+        if self.heads_together and (problem.deterministic or problem.is_packed or self.private_dq):
+            raise UnsupportedError("heads_together: expected no deterministic or packed problem and no private_dq")
         if self.private_dq and problem.has_modifiers:
             raise UnsupportedError(f"private_dq: expected False with {problem.modifiers_named}")
         if self.private_dq and (self.by_gradient or self.dynamic_tiles or problem.is_packed):

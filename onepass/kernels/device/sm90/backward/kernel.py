@@ -1,10 +1,11 @@
 """The Hopper backward kernel: warp-specialized, persistent, five GEMMs a step.
 
 A tile is 64 * num_warpgroups keys of one kv head; the steps go through the query blocks that see them, of each query
-head of the group in turn. Everything is computed transposed, keys in rows: S^T = K Q^T and dP^T = V dO^T leave P^T and
-dS^T in registers, in the layout in which the next GEMMs read them as operand A. So dV += P^T dO and dK += dS^T Q
-accumulate in registers through the whole tile, and only dS goes through shared memory: dQ = dS K sums over the keys of
-all warpgroups. The dQ of a step is added to a float32 accumulator in global memory.
+head of the group in turn, or with heads_together of all heads before the next block. Everything is computed transposed,
+keys in rows: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers, in the layout in which the next GEMMs read
+them as operand A. So dV += P^T dO and dK += dS^T Q accumulate in registers through the whole tile, and only dS goes
+through shared memory: dQ = dS K sums over the keys of all warpgroups. The dQ of a step is added to a float32
+accumulator in global memory.
 
     producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
     scheduler warp       the number of the next tile; how many tiles of each head are done
@@ -97,6 +98,7 @@ class BackwardSm90(KeyTiles):
         self.has_private_dq = config.private_dq
         self.is_deterministic = config.adds_in_turns(problem)
         self.is_descending = config.adds_descending(problem)
+        self.heads_together = config.heads_together
         # K, V, Q and dO may hold arbitrary values past the end of a sequence
         self.has_garbage = problem.is_packed or problem.has_seqused_k
         self.has_background_rows = config.rows_in_background(problem)
