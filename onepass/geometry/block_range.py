@@ -187,7 +187,7 @@ def following_query_block(
     if not in_turns:
         is_last = m_block == last - 1
         return head + select(is_last, 1, 0), select(is_last, first, m_block + 1)
-    following = m_block + 1 if descending else m_block - 1
+    following = select(descending, m_block + 1, m_block - 1)
     if num_heads == 1:
         return head, following
     is_last = head == first_head + num_heads - 1

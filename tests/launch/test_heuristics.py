@@ -84,6 +84,41 @@ def test_the_larger_tile_of_a_backward_is_for_modifiers_that_leave_it_registers(
     assert heuristics.backward_config_sm90(asked).tile_m == tile_m
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("changes", "is_together"),
+    [
+        ({"num_heads_kv": 1}, True),
+        ({"num_heads_kv": 2, "has_seqused_k": True}, True),
+        ({}, False),
+        ({"num_heads_kv": 1, "mask": Mask()}, False),
+        ({"num_heads_kv": 1, "mask": Mask(64, 0)}, False),
+        ({"num_heads_kv": 1, "deterministic": True}, False),
+        ({"num_heads_kv": 1, "is_packed": True}, False),
+        ({"num_heads_kv": 1, "has_key_ranges": True}, False),
+        ({"num_heads_kv": 1, "seqlen": 512, "batch": 132}, None),  # a thread block has all tiles of a head
+    ],
+)
+def test_heads_of_a_group_visit_blocks_together_under_a_causal_mask(head_dim, changes, is_together):
+    changes = {"seqlen": 4096, "mask": CAUSAL} | changes
+    batch = changes.pop("batch", 1)
+    asked = replace(problem(head_dim, head_dim, **changes), batch=batch)
+    config = heuristics.backward_config_sm90(asked)
+    config.check(asked)
+    assert config.heads_together == (not config.private_dq if is_together is None else is_together)
+
+
+@pytest.mark.parametrize("head_dims", [(96, 96), (72, 96), (96, 64), (64, 96)])
+@pytest.mark.parametrize("mask", [Mask(), CAUSAL])
+def test_a_backward_of_head_dim_96_has_k_in_registers(head_dims, mask):
+    asked = problem(*head_dims, 4096, mask=mask)
+    config = heuristics.backward_config_sm90(asked)
+    assert config.head_dims(asked) == tuple(64 if d == 64 else 96 for d in head_dims)
+    assert config.keys_in_registers(asked)
+    wide = problem(head_dims[0], 200, 4096, mask=mask)  # with pieces of 64 columns of dQ
+    assert heuristics.backward_config_sm90(wide).head_dims(wide) == (64 if head_dims[0] == 64 else 128, 256)
+
+
 def test_few_queries_of_a_group_with_modifiers_have_a_configuration():
     asked = problem(128, 128, 4, num_heads_kv=1, has_alibi=True)
     heuristics.forward_config_sm90(asked).check(asked)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from .....geometry import tile_scheduler
 from .....geometry.block_range import (
@@ -16,7 +16,7 @@ from .....geometry.block_range import (
     queries_of_keys,
     query_blocks,
 )
-from .....geometry.integers import minimum
+from .....geometry.integers import minimum, select
 from ..memory.layouts import at_head
 from ..repair import gradients as repair_gradients
 from ..repair.rows import VECTOR_BYTES, SourceTensors, row_sums, write_row
@@ -43,6 +43,7 @@ class KeyTile(NamedTuple):
     clear_last: Int32
     last: Int32
     sequence: Int32  # batch entry, or number of the packed sequence
+    ascends: Boolean | None  # with heads_together: whether it begins with its first query block, not with its last one
 
 
 class KeyTiles:
@@ -54,6 +55,8 @@ class KeyTiles:
     is_packed: bool
     is_deterministic: bool  # tiles add to dQ in turns
     is_descending: bool  # the order of these turns, see `block_range.following_query_block`
+    heads_together: bool = False  # see BackwardConfigSm90
+    cluster_size: int = 1  # thread blocks that take a tile together
     has_intervals: bool = False  # the query blocks of a tile are in `ModifierTensors.bounds`
 
     def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
@@ -98,19 +101,31 @@ class KeyTiles:
             blocks = [bounds[coordinate[0], i, head, coordinate[1]] for i in range(4)]
         else:
             blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
-        return KeyTile(n_block, head, origin_q, origin_k, rows_k, first_m_block, geometry, *blocks, sequence)
+        ascends = None
+        if cutlass.const_expr(self.heads_together):
+            # A thread block draws its second tile when its first one ends. Longest first, a tile that begins n blocks
+            # of queries later than another one has n blocks less, at its beginning: if tiles of the second wave begin
+            # with their first block, all visit the same one. Those of the first wave begin at the same time, and end
+            # with the same block.
+            _, in_section = divmod(number, schedule.divisors.tiles_per_section)
+            ascends = in_section // (cute.arch.grid_dim()[0] // self.cluster_size) % 2 == 1
+        return KeyTile(n_block, head, origin_q, origin_k, rows_k, first_m_block, geometry, *blocks, sequence, ascends)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         return at_head(t, m, head, origin, self.is_packed)
 
     def first_visit(self, tile: KeyTile) -> tuple:
         """The head and the query block with which a tile begins; `next_visit` says how it goes on."""
-        m_block = tile.last - 1 if self.is_deterministic and not self.is_descending else tile.first
-        return tile.head_kv * self.group, m_block
+        return tile.head_kv * self.group, select(self._ascends(tile), tile.first, tile.last - 1)
+
+    def _ascends(self, tile: KeyTile) -> Boolean | bool:
+        if self.heads_together:
+            return tile.ascends
+        return self.is_descending or not self.is_deterministic
 
     def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
         first_head = tile.head_kv * self.group
-        order = self.is_deterministic, self.is_descending
+        order = self.is_deterministic or self.heads_together, self._ascends(tile)
         return following_query_block(head, m_block, first_head, self.group, tile.first, tile.last, *order)
 
     def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:

@@ -32,7 +32,7 @@ class KeyGemms(Untraced):
         s, dp, dv, dk = (mma.get_slice(thread.number) for mma in mmas[:4])
         self.own_k = buffers.k[None, None, tile]
         rK = mmas.s.make_fragment_A(s.partition_A(buffers.k))
-        if kernel.config.keys_in_registers:
+        if kernel.keys_in_registers:
             self.rK = cute.make_rmem_tensor(cute.select(rK.layout, [0, 1, 2]).shape, kernel.dtype)
         else:
             self.rK = rK[None, None, None, tile]
@@ -51,7 +51,7 @@ class KeyGemms(Untraced):
     @cute.jit
     def load_keys(self):
         """Load this warpgroup's K into registers, with keys_in_registers."""
-        if cutlass.const_expr(self.kernel.config.keys_in_registers):
+        if cutlass.const_expr(self.kernel.keys_in_registers):
             ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.kernel.dtype)
             copy = cute.make_tiled_copy_A(ldmatrix, self.mmas.s).get_slice(self.thread.number)
             cute.copy(copy, copy.partition_S(self.own_k), copy.retile(self.rK))

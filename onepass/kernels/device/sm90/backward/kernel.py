@@ -1,10 +1,11 @@
 """The Hopper backward kernel: warp-specialized, persistent, five GEMMs a step.
 
 A tile is 64 * num_warpgroups keys of one kv head; the steps go through the query blocks that see them, of each query
-head of the group in turn. Everything is computed transposed, keys in rows: S^T = K Q^T and dP^T = V dO^T leave P^T and
-dS^T in registers, in the layout in which the next GEMMs read them as operand A. So dV += P^T dO and dK += dS^T Q
-accumulate in registers through the whole tile, and only dS goes through shared memory: dQ = dS K sums over the keys of
-all warpgroups. The dQ of a step is added to a float32 accumulator in global memory.
+head of the group in turn, or with heads_together of all heads before the next block. Everything is computed transposed,
+keys in rows: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers, in the layout in which the next GEMMs read
+them as operand A. So dV += P^T dO and dK += dS^T Q accumulate in registers through the whole tile, and only dS goes
+through shared memory: dQ = dS K sums over the keys of all warpgroups. The dQ of a step is added to a float32
+accumulator in global memory.
 
     producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
     scheduler warp       the number of the next tile; how many tiles of each head are done
@@ -84,6 +85,7 @@ class BackwardSm90(KeyTiles):
         # of GEMMs that sum over columns; those past the last one are zero
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
+        self.keys_in_registers = config.keys_in_registers(problem)
         self.num_pieces = self.head_dim // self.dq_columns  # of dQ, with by_gradient
         # a warpgroup's share of a dQ: 64 of the queries, or some of the columns
         self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
@@ -99,6 +101,7 @@ class BackwardSm90(KeyTiles):
         self.has_private_dq = config.private_dq
         self.is_deterministic = config.adds_in_turns(problem)
         self.is_descending = config.adds_descending(problem)
+        self.heads_together = config.heads_together
         # K, V, Q and dO may hold arbitrary values past the end of a sequence
         self.has_garbage = problem.is_packed or problem.has_seqused_k
         self.has_background_rows = config.rows_in_background(problem)
@@ -144,7 +147,7 @@ class BackwardSm90(KeyTiles):
     ):
         if cutlass.const_expr(self.is_packed):
             q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in (q, k, v, dout, dk, dv))
-        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype)
+        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype, self.dq_columns)
         sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
@@ -237,7 +240,7 @@ class BackwardSm90(KeyTiles):
 
         smem, registers = OperandSource.SMEM, OperandSource.RMEM
         return Mmas(
-            s=tiled_mma(self.tile_m, registers if self.config.keys_in_registers else smem, Major.K, Major.K),
+            s=tiled_mma(self.tile_m, registers if self.keys_in_registers else smem, Major.K, Major.K),
             dp=tiled_mma(self.tile_m, smem, Major.K, Major.K),
             dv=tiled_mma(self.head_dim_v, registers, Major.K, Major.MN),
             dk=tiled_mma(self.head_dim, registers, Major.K, Major.MN),
