@@ -500,6 +500,23 @@ def test_where_the_operator_runs(case, count_operator):
     assert fast_path.num_kept() == 2  # such calls leave no forward for other calls, either
 
 
+def test_no_call_on_the_meta_device_is_kept():
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k, lengths, offsets = meta(2, 1, 4, 16), meta(2, 9, 2, 16), meta(2, dtype=INT32), meta(3, dtype=INT32)
+    new = {"k_new": meta(2, 1, 2, 16), "v_new": meta(2, 1, 2, 16)}
+    cut = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    for _ in range(2):
+        assert onepass.attention(q, k, k, causal=True).shape == q.shape
+        assert onepass.attention(q, k, k, precision="fp8").shape == q.shape
+        assert onepass.attention(onepass.quantize_fp8(q, k, k)).shape == q.shape
+        assert onepass.attention_varlen(q[:, 0], k[0], k[0], **cut).shape == (2, 4, 16)
+        assert onepass.attention_decode(q, k, k, cache_seqlens=lengths).shape == q.shape
+        assert onepass.attention_decode(q, k, k, cache_seqlens=lengths, **new).shape == q.shape
+    assert fast_path.num_kept() == 0
+
+
 def test_where_it_does_not_run(count_operator):
     q, k, v = tensors().values()
     expected = onepass.attention(q, k, v)

@@ -232,6 +232,35 @@ def test_results_are_written_into_given_tensors(name):
             torch.testing.assert_close(into, usual[0] if number == 0 else CALLS["fa3 forward"][0](**DENSE)[1].double())
 
 
+# the defaults of flash-attn 2.8, 3.0 and 4.0 that are not None
+FLAGS = "causal is_causal deterministic return_attn_probs return_softmax_lse return_softmax return_lse zero_tensors"
+FLAGS += " has_softcap disable_scheduler_metadata gather_bwd_recompute_p SdP_swapAB dKV_swapAB dQ_swapAB V_in_regs"
+ZEROS = "attention_chunk sm_margin max_seqlen_k_new seqlen_k_new num_splits"
+DEFAULTS: dict[str, Any] = dict.fromkeys(FLAGS.split(), False) | dict.fromkeys(ZEROS.split(), 0)
+DEFAULTS |= {"dropout_p": 0.0, "softcap": 0.0, "rotary_interleaved": True, "qkv_dtype": torch.bfloat16}
+DEFAULTS |= {"window_size": (-1, -1), "window_size_left": -1, "window_size_right": -1}
+OF_4 = {"window_size": (None, None), "window_size_left": None, "window_size_right": None}
+OF_ONE = {
+    "_flash_attn_fwd": {"softcap": None, "num_threads": 384},
+    "_flash_attn_bwd": {"num_threads": 256, "pack_gqa": False, "m_block_size": 64, "n_block_size": 128}
+    | dict.fromkeys(("num_stages_Q", "num_stages_dO", "AtomLayoutMSdP", "AtomLayoutNdKV", "AtomLayoutMdQ"), 2),
+}
+
+
+@pytest.mark.parametrize("module", [fa, fa3, fa4])
+def test_defaults_are_those_of_flash_attn(module):
+    for name, function in vars(module).items():
+        if not inspect.isfunction(function) or "flash_attn" not in name:
+            continue
+        one_split = module is not fa and "kvcache" not in name and "metadata" not in name
+        expected = DEFAULTS | (OF_4 if module is fa4 else {}) | ({"num_splits": 1} if one_split else {})
+        expected |= OF_ONE.get(name, {}) | ({"return_lse": True} if "combine" in name else {})
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.default is not parameter.empty:
+                assert parameter.default == expected.get(parameter.name), (name, parameter.name)
+                assert type(parameter.default) is type(expected.get(parameter.name)), (name, parameter.name)
+
+
 WRONG: dict[str, tuple[Any, type[Exception]]] = {
     **dict.fromkeys(("qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod"), (1, NotImplementedError)),
     **dict.fromkeys(("block_sparse_tensors", "block_sparse_tensors_bwd"), (1, NotImplementedError)),
@@ -273,10 +302,11 @@ def tensors_of(name):
 
 WRONG_TENSORS = {
     "not a tensor": lambda t: (1,),
-    "another number of dimensions": lambda t: t[None],
+    "more dimensions": lambda t: t[None],
     "another type": lambda t: t.to(torch.int64 if t.is_floating_point() else torch.float32),
     "complex": lambda t: t.to(torch.complex64),
     "on another device": lambda t: t.to("meta"),
+    "fewer dimensions": lambda t: t[0],
     "too short": lambda t: t[:-1],
 }
 # what other tensors are measured by: the message names one of those
@@ -289,6 +319,7 @@ def test_wrong_tensors_are_refused_by_their_name(name):
     skipped = {("cache_batch_idx", "another type")}  # int64 will do
     skipped |= {(argument, "too short") for argument in MEASURES}
     skipped |= {(argument, "on another device") for argument in ("q", "qkv")}  # then all others are elsewhere
+    skipped |= {("qkv", "fewer dimensions")}  # what heads then mean is asked first
     if "backward" in name or {"k_new", "rotary_cos"} & set(CALLS[name][1]):  # the forward, or new keys, are refused
         skipped |= {("q", kind) for kind in WRONG_TENSORS}
     for argument, tensor in tensors_of(name).items():
@@ -298,6 +329,19 @@ def test_wrong_tensors_are_refused_by_their_name(name):
             named = {"kv": "kv|k", "qkv": "qkv|q"}.get(argument, argument)
             with pytest.raises((TypeError, ValueError), match=f"^({named}): expected "):
                 run(name, {argument: change(tensor)})
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_on_the_meta_device_give_shapes(name):
+    def kinds(results):
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        return [(t.shape, t.dtype) for t in results if isinstance(t, torch.Tensor)]
+
+    function, given = CALLS[name]
+    given = {key: t.to("meta") if isinstance(t, torch.Tensor) else t for key, t in given.items()}
+    for _ in range(2):  # a repeated call, too
+        results = backward(function, **given) if "backward" in name else function(**given)
+        assert kinds(results) == kinds(run(name, {}))
 
 
 def passed_on(monkeypatch, problem, option):
@@ -333,9 +377,11 @@ def test_every_function_passes_deterministic_on(name, monkeypatch):
 )
 def test_every_function_over_a_cache_passes_num_splits_on(name, monkeypatch):
     asked = passed_on(monkeypatch, DecodeProblem, "num_splits")
-    for num_splits in (0, 3, 400):
-        run(name, {"num_splits": num_splits})
-        assert asked[-1] == {0: None, 3: 3, 400: 256}[num_splits]
+    takes_used = "seqused_q" in inspect.signature(CALLS[name][0]).parameters
+    for used in ({}, {"seqused_q": VALUES["seqused_q"]}) if takes_used else ({},):
+        for num_splits in (0, 3, 400):
+            run(name, {"num_splits": num_splits} | used)
+            assert asked[-1] == {0: None, 3: 3, 400: 256}[num_splits]
 
 
 @pytest.mark.parametrize("name", names_with("max_seqlen_q", ""))

@@ -180,6 +180,12 @@ def test_pages_of_the_packed_forward():
             fa._flash_attn_varlen_forward(
                 q, *pages, one_each, 9 * one_each, 1, 7, *by_position({}), **(arguments | changes)
             )
+    dropped = by_position({"dropout_p": 0.5})
+    for asks in (False, True):
+        _, _, probs, _ = fa._flash_attn_varlen_forward(
+            q, *pages, one_each, one_each, 1, 7, *dropped, **arguments, return_softmax=asks
+        )
+        assert probs.shape == ((2, 4, 128, 128) if asks else (0,))
     starts = torch.tensor([3, 0], dtype=torch.int32)
     out, *_ = fa._flash_attn_varlen_forward(
         q, *pages, one_each, one_each, 1, 7, *by_position({}), **arguments, leftpad_k=starts
