@@ -220,6 +220,54 @@ def test_every_argument_has_an_effect(name):
         assert not is_same, argument
 
 
+@pytest.mark.parametrize("name", [name for name in CALLS if "e4m3" in name])
+def test_descales_that_are_not_given_are_1(name):
+    ones = dict.fromkeys(DESCALES, torch.ones(2, 3))
+    for given in DESCALES:
+        others = [argument for argument in DESCALES if argument != given]
+        found, expected = (run(name, {a: alone[a] for a in others}) for alone in (dict.fromkeys(DESCALES), ones))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_rows_past_the_last_offset_have_no_descale():
+    function, given = CALLS["fa3 varlen, e4m3"]
+    padded = given | {"q": given["q"][[*range(14), 0, 1]]}
+    expected = function(**given, attention_chunk=3)
+    found = function(**padded, attention_chunk=3)
+    assert torch.equal(found[:14], expected)
+    assert not found[14:].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "match"),
+    [
+        ("fa qkvpacked", {"qkv": SQUARE[:, :, :2]}, ValueError, r"qkv: expected shape \(batch, seqlen, 3, num_heads"),
+        ("fa varlen kvpacked", {"kv": KV}, ValueError, r"kv: expected shape \(total_tokens, 2, num_heads"),
+        ("fa func", {"window_size": (1, 2, 3)}, TypeError, r"window_size: expected a pair \(left, right\) of int"),
+        (
+            "fa func",
+            {"window_size": torch.ones(2)},
+            TypeError,
+            "window_size: expected a pair of int, got torch.float32",
+        ),
+        (
+            "fa func",
+            {"window_size": int32([1], [2])},
+            TypeError,
+            "window_size: expected a pair of int, got torch.int32",
+        ),
+        ("fa func", {"window_size": int32(1, 2).to("meta")}, TypeError, "window_size: expected a pair of int, got"),
+        ("fa3 func, e4m3", {"k": e4m3(randn(2, 9, 4, 8, seed=1))}, ValueError, "q: .* divisible by the 4 heads of"),
+        ("fa3 func, e4m3", {"k_descale": torch.ones(3, 2)}, ValueError, r"k_descale: expected shape \(2, 3\), one for"),
+        ("fa3 varlen, e4m3", {"v_descale": torch.ones(2, 3).int()}, TypeError, "v_descale: expected"),
+    ],
+)
+def test_refusals_of_one_function(name, changes, error, match):
+    with pytest.raises(error, match=f"^{match}"):
+        run(name, changes)
+
+
 @pytest.mark.parametrize("name", ["fa3 forward", "fa3 forward over a cache", "fa4 forward"])
 def test_results_are_written_into_given_tensors(name):
     function, given = CALLS[name]

@@ -669,18 +669,6 @@ def test_a_page_before_the_first_key_may_be_written_by_another_sequence():
     torch.testing.assert_close(found, fa3.flash_attn_with_kvcache(**apart))
 
 
-def test_packed_new_keys_are_written_to_a_cache_of_inference_mode():
-    with torch.inference_mode():
-        call = packed_new_keys()
-        k_cache, v_cache = call["k_cache"].clone(), call["v_cache"].clone()
-    call = packed_new_keys()
-    expected = fa3.flash_attn_with_kvcache(**call)
-    with torch.no_grad():
-        found = fa3.flash_attn_with_kvcache(**call | {"k_cache": k_cache, "v_cache": v_cache})
-    assert torch.equal(found, expected)
-    assert torch.equal(k_cache, call["k_cache"])
-
-
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 def test_packed_new_keys_beside_a_cache_that_requires_a_gradient(name):
     call = packed_new_keys()
@@ -769,6 +757,13 @@ def test_combine(leading):
     torch.testing.assert_close(into.double(), expected)
     with pytest.raises(ValueError, match="out_partial: expected 4 or 5 dimensions"):
         fa3.flash_attn_combine(outs[0, 0], lses)
+    for error, match, options in (
+        (ValueError, "out: expected shape", {"out": into[..., :4]}),
+        (TypeError, r"out: expected a torch\.Tensor", {"out": 1}),
+        (TypeError, r"out_dtype: expected a torch\.dtype or None, got 'bfloat16'", {"out_dtype": "bfloat16"}),
+    ):
+        with pytest.raises(error, match=f"^{match}"):
+            fa3.flash_attn_combine(outs, lses, **options)
     for name, options in (("out_dtype", {"out_dtype": torch.int32}), ("out", {"out": into.int()})):
         with pytest.raises(TypeError, match=rf"^{name}: expected a floating point dtype, got torch\.int32"):
             fa3.flash_attn_combine(outs, lses, **options)

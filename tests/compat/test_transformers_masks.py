@@ -227,6 +227,32 @@ def test_more_keys_than_queries_without_a_mask():
     attention_forward(Layer(), q, k, k, None, is_causal=False)
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_shapes_on_the_meta_device(is_padded):
+    """Nothing is read from a device that has no values."""
+    from transformers import masking_utils
+
+    q = torch.empty(2, 2, 4, 8, device="meta")
+    for function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function):
+        real = torch.ones(2, 4, dtype=torch.bool, device="meta") if is_padded else None
+        mask = padding_mask(2, 4, 4, mask_function=function, attention_mask=real, device="meta")
+        assert attention_forward(Layer(), q, q, q, mask)[0].shape == (2, 4, 2, 8)
+    positions = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    assert attention_forward(Layer(), q, q, q, None, position_ids=positions)[0].shape == (2, 4, 2, 8)
+
+
+def test_chunks_of_a_bidirectional_mask_are_a_whole_mask():
+    from transformers import masking_utils
+
+    chunks = masking_utils.chunked_overlay(2, torch.zeros(1, dtype=torch.int64))
+    for first, count in ((masking_utils.bidirectional_mask_function, 8), (masking_utils.causal_mask_function, 6)):
+        mask = padding_mask(1, 4, 4, mask_function=masking_utils.and_masks(first, chunks))
+        q = torch.randn(1, 2, 4, 8)
+        seen = mask.values() == 0
+        assert seen.sum() == count
+        assert_close(attention_forward(Layer(), q, q, q, mask)[0], attention_forward(Layer(), q, q, q, seen)[0])
+
+
 def test_output_attentions_of_a_model_is_refused():
     with pytest.raises(NotImplementedError, match="output_attentions"):
         make("Llama", {}, register())(tokens(), output_attentions=True)
