@@ -17,7 +17,7 @@ from ..ops import modified, quantize
 from ..ops.quantize import QuantizedQKV
 from ..problem import AttentionInputs, ModifiedInputs, Modifiers, QuantizedInputs
 from ..quantization import centering
-from ..validation import fp8, lost_gradients
+from ..validation import fp8
 from ..validation import modifiers as modifier_checks
 from ..validation.attention import check_attention, check_attention_varlen
 from ..validation.tensors import check_max_seqlens
@@ -128,7 +128,6 @@ def _first_call(
             **arguments,
         )
     inputs = AttentionInputs(q, k, v, *inputs[3:])
-    lost_gradients.refuse_forward_mode(*inputs[:4])
     tuning, device = arguments["tuning"], q.device
     if precision is not None:
         fp8.check_precision(precision, q)
@@ -180,8 +179,6 @@ def _modified_call(
         return _first_call(inputs, max_seqlens, window, options, None)
     state = philox.random_state(q.device) if problem.dropout_p else None
     modified_inputs = ModifiedInputs(q, k, v, *inputs[3:], Modifiers(**named, dropout_state=state))
-    tensors = q, k, v, inputs.sinks, *named.values()
-    lost_gradients.refuse_forward_mode(*(t for t in tensors if isinstance(t, Tensor)))
     tuning = arguments["tuning"]
     name = dispatch.require(problem, backend, tuning, q.device)
     operator_options = ops.options_of(problem, choice.backend_argument(name, backend), tuning)

@@ -430,6 +430,20 @@ def test_max_seqlen_is_a_hint_and_does_not_prevent_the_fast_path(max_seqlen, cou
     assert count_operator == [1]
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_a_bad_hint_is_refused_by_a_repeated_call(name, in_fp8):
+    call = packed()
+    cut = {key: t for key, t in call.items() if key.startswith("cu_seqlens")}
+    if in_fp8:
+        call = {"q": onepass.quantize_fp8(call["q"], call["k"], call["v"], **cut)} | cut
+    for _ in range(2):
+        onepass.attention_varlen(**call)
+    assert fast_path.num_kept() == 1
+    with pytest.raises(TypeError, match=f"^{name}: expected"):
+        onepass.attention_varlen(**call, **{name: "7"})
+
+
 def test_a_dropout_of_0_is_none():
     for function, given in ((onepass.attention, tensors()), (onepass.attention_varlen, packed())):
         same(function(**given, dropout_p=0), function(**given))
