@@ -18,7 +18,7 @@ from tiny_transformers import (
 transformers = pytest.importorskip("transformers")
 
 from onepass.integrations import transformers_masks  # noqa: E402
-from onepass.integrations.transformers import attention_forward, register  # noqa: E402
+from onepass.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
 
 REFILLS = {
     "copy_": lambda buffer, values: buffer.copy_(values),
@@ -243,10 +243,24 @@ def test_positions_that_are_not_those_of_the_queries_cut_nothing(positions):
 
 def test_positions_of_queries_cut_no_other_keys():
     """Keys of another sequence, in cross attention, have no positions."""
+    from transformers import masking_utils
+
     q, k, positions = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8), torch.tensor([[0, 1, 0, 1]])
     expected, _ = attention_forward(Layer(), q, k, k, None, is_causal=False)
-    found, _ = attention_forward(Layer(), q, k, k, None, is_causal=False, position_ids=positions)
-    assert torch.equal(found, expected)
+    mask = padding_mask(1, 4, 6, mask_function=masking_utils.bidirectional_mask_function)
+    for given in (None, mask):
+        found, _ = attention_forward(Layer(), q, k, k, given, is_causal=False, position_ids=positions)
+        assert torch.equal(found, expected)
+
+
+def test_layers_with_positions_of_their_own():
+    from transformers import masking_utils
+
+    q, both = torch.randn(1, 2, 4, 8), torch.tensor([[[0, 1, 0, 1]], [[0, 1, 2, 0]]])
+    mask = padding_mask(1, 4, 4, mask_function=masking_utils.causal_mask_function)
+    for positions in both:
+        expected, _ = attention_forward(Layer(), q, q, q, None, position_ids=positions)
+        assert torch.equal(attention_forward(Layer(), q, q, q, mask, position_ids=positions)[0], expected)
 
 
 def test_offsets_of_any_integer_type():
