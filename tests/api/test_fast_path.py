@@ -100,6 +100,22 @@ def test_fp8_tensors(is_packed, count_operator):
         function(quantized, k, **offsets, return_lse=True)
 
 
+@pytest.mark.parametrize("name", ["q_block", "kv_block"])
+def test_fp8_tensors_with_blocks_of_another_size(name):
+    """100 rows are two blocks of 64 rows, or of 60, and the descales have one shape either way."""
+    q, k, v = (torch.randn(1, 100, 2, 16).half() for _ in range(3))
+    quantized = onepass.quantize_fp8(q, k, v)
+    factors = {f"{t}_descale": getattr(quantized, f"{t}_descale") * torch.tensor([1.0, 4.0]) for t in "qkv"}
+    kinds = [replace(quantized, **factors, **{"q_block": 64, "kv_block": 64, name: size}) for size in (64, 60)]
+    outs = [onepass.attention(kind) for kind in kinds]
+    assert not torch.equal(*outs)
+    for kind, out in zip(kinds, outs, strict=True):
+        assert torch.equal(onepass.attention(kind), out)
+    fast_path.forget()
+    for kind, out in zip(reversed(kinds), reversed(outs), strict=True):
+        assert torch.equal(onepass.attention(kind), out)
+
+
 def test_fp8_tensors_of_equal_shapes(count_operator):
     """The dtype of out and the layout of V are in the key: 64 heads of 64 keys have V of one shape either way."""
     q, k, v = (torch.randn(1, n, 64, 64).half() for n in (3, 64, 64))
