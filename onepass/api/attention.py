@@ -17,7 +17,7 @@ from ..ops import modified, quantize
 from ..ops.quantize import QuantizedQKV
 from ..problem import AttentionInputs, ModifiedInputs, Modifiers, QuantizedInputs
 from ..quantization import centering
-from ..validation import fp8, lost_gradients
+from ..validation import fp8
 from ..validation import modifiers as modifier_checks
 from ..validation.attention import check_attention, check_attention_varlen
 from ..validation.tensors import check_max_seqlens
@@ -168,8 +168,6 @@ def _first_call(
         arguments |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
         arguments |= zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True)
         problem = check_attention_varlen(q, k, v, **arguments)
-    tensors = q, k, v, inputs.sinks, *modifiers.values()
-    lost_gradients.refuse_forward_mode(*(t for t in tensors if isinstance(t, Tensor)))
     tuning, device = arguments["tuning"], q.device
     if precision is None:
         name = dispatch.require(problem, backend, tuning, device)

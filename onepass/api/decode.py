@@ -322,7 +322,7 @@ def attention_decode(
     out, lse = decode_ops.run(problem, inputs.detached() if sources else inputs, choice.backend_argument(name, backend))
     if sources:
         out, lse = without_backward.in_graph_of(sources, out, lse)
-    if keys:
+    if keys and not out.is_meta:
         forward = decode.prepare_decode(name, problem, q.device)
         forward = with_overlaps_refused(forward, inputs) if inputs.seqlen_new else forward
         for key in keys:

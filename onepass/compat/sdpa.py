@@ -24,6 +24,9 @@ from .masks import four_dimensional, mask_arguments, padding_arguments
 
 __all__ = ["scaled_dot_product_attention"]
 
+# name of an argument in messages of onepass -> its name in torch
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "softmax_scale": "scale"}
+
 
 def scaled_dot_product_attention(
     query: Tensor,
@@ -87,14 +90,13 @@ def scaled_dot_product_attention(
         k, v = (x.repeat_interleave(num_heads // max(1, x.shape[2]), 2) for x in (k, v))
     masks: dict[str, Any] = {}
     if mask is not None:
-        is_aligned = is_bottom_right or window is not None
-        padding = padding_arguments(mask, q.shape[0], q.shape[1], is_aligned)
+        padding = padding_arguments(mask, q.shape[0], q.shape[1], window is not None)
         masks = mask_arguments(mask, q.shape[1], k.shape[1]) if padding is None else padding
     try:
         masks["dropout_p"] = 0.0 if drops_all else dropout_p
         out = api.attention(q, k, v, causal=is_bottom_right, window=window, softmax_scale=scale, **masks)
     except REFUSALS as error:
-        raise renamed(error, {"q": "query", "k": "key", "v": "value", "bias": "attn_mask"}) from None
+        raise renamed(error, _NAMES) from None
     if drops_all:
         out = out.masked_fill(torch.ones((), dtype=torch.bool, device=out.device), 0.0)
     return out.transpose(1, 2).reshape(*leading, *query.shape[-2:-1], value.shape[-1])

@@ -406,11 +406,16 @@ AREAS = (
     Area(
         "cli",
         (
-            Group(("onepass/cli/demo*.py",), ("tests/tools/test_demo.py",)),
-            Group(("onepass/cli/tune.py",), ("tests/tools/test_cli_tune.py",)),
+            Group(("onepass/cli/demo*.py",), ("tests/tools/test_cli_tables.py", "tests/tools/test_demo.py")),
+            Group(("onepass/cli/tune.py",), ("tests/tools/test_cli_tables.py", "tests/tools/test_cli_tune.py")),
             Group(
                 ("onepass/cli/*.py",),
-                ("tests/tools/test_cli.py", "tests/tools/test_cli_bench.py", "tests/tools/test_cli_progress.py"),
+                (
+                    "tests/tools/test_cli_tables.py",
+                    "tests/tools/test_cli.py",
+                    "tests/tools/test_cli_bench.py",
+                    "tests/tools/test_cli_progress.py",
+                ),
             ),
             Group(
                 ("onepass/__main__.py", "onepass/log.py", "onepass/startup.py"),

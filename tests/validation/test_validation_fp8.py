@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 
@@ -248,3 +249,12 @@ def test_packed_tensors_of_no_sequence(rows, granularity):
     out, lse = onepass.attention_varlen(quantized, **offsets, return_lse=True)
     assert torch.equal(out, torch.zeros(rows, 2, 16, dtype=out.dtype))
     assert torch.equal(lse, torch.full((2, rows), -torch.inf))
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    """They are in keys of calls and of kernels, whose text tells 64 from np.int64(64)."""
+    q = torch.zeros(1, 64, 2, 16).half()
+    given = {"q_block": numpy.int64(64), "kv_block": numpy.int32(64), "v_keys_last": numpy.bool_(False)}
+    quantized = replace(onepass.quantize_fp8(q, q, q), **given)
+    assert [(type(value), value) for value in (quantized.q_block, quantized.kv_block)] == [(int, 64)] * 2
+    assert quantized.v_keys_last is False
