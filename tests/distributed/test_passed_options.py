@@ -109,21 +109,21 @@ def test_a_step_asks_for_what_the_call_asks_for(monkeypatch):
 )
 def test_a_step_over_a_cache_asks_for_what_the_call_asks_for(given, monkeypatch):
     """Partial results are float32, so that merging them rounds nothing."""
-    asked, prepare = [], decode.dispatch.prepare_decode
+    asked, require = [], decode.dispatch.require_decode
 
-    def asking(name, problem, device):
-        asked.append((name, problem))
-        return prepare(name, problem, device)
+    def asking(problem, requested, device):
+        asked.append((problem, requested))
+        return require(problem, requested, device)
 
-    monkeypatch.setattr(decode.dispatch, "prepare_decode", asking)
+    monkeypatch.setattr(decode.dispatch, "require_decode", asking)
     plan = distributed.plan(12, **HEADS, num_ranks=1)
     q, k, v = tensors(dtype=torch.bfloat16)
     q = q[0, :4] if "cu_seqlens_q" in given else q[:, :1]
     k, v = (t.to(torch.float8_e4m3fn) if "kv_block" in given else t for t in (k, v))
     lengths = torch.tensor([3, 12], dtype=INT32)
     out = distributed.decode(q, k, v, plan, cache_seqlens=lengths, backend="tiled", **given)
-    ((name, problem),) = asked
-    assert name == "tiled"
+    ((problem, requested),) = asked
+    assert requested == "tiled"
     for argument, value in given.items():
         if not isinstance(value, torch.Tensor):
             assert getattr(problem, argument, getattr(problem.attention, argument, None)) == value
