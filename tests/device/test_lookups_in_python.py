@@ -167,6 +167,15 @@ def test_rows_in_pages(device):
                 assert boxes.k_boxes.array.tolist() == [page_of(entry, nearest), nearest % PAGE_SIZE // 8]
 
 
+@pytest.mark.parametrize("added", [None, 0, 5])
+def test_keys_that_are_used(device, added):
+    """A length that is none counts as the nearest one: no host has read it."""
+    lengths = device.packed.Lengths(None, None, Values([-40, -3, 0, 7, 78, 80, 10**6]), added)
+    found = [device.packed.used_keys(lengths, entry, 80) for entry in range(7)]
+    assert found == [min(max(n + (added or 0), 0), 80) for n in (-40, -3, 0, 7, 78, 80, 10**6)]
+    assert device.packed.used_keys(lengths._replace(seqused_k=None), 3, 80) == 80
+
+
 class Heads(int):
     """A number of heads, as a kernel divides by it."""
 
