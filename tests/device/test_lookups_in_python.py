@@ -100,6 +100,7 @@ def device(monkeypatch):
         "append": "memory_bound.append",
         "bounds": "memory_bound.query_bounds",
         "rows": "memory_bound.backward_rows",
+        "stats": "blocks.memory.row_stats",
         "sinks": "blocks.softmax.sinks",
         "modifiers": "blocks.softmax.modifiers",
     }
@@ -165,6 +166,27 @@ def test_rows_in_pages(device):
                 boxes.look_up.__wrapped__(boxes, entry, key // 32, seqlen_k)
                 nearest = min((key // 32 * 4 + lane % 4) * 8, seqlen_k - 1)
                 assert boxes.k_boxes.array.tolist() == [page_of(entry, nearest), nearest % PAGE_SIZE // 8]
+
+
+@pytest.mark.parametrize("has_dlse", [False, True])
+def test_statistics_of_rows(device, monkeypatch, has_dlse):
+    """Rows without keys, and rows that do not exist, have a probability and a delta of 0, whatever their dlse is."""
+    stats, tile_m, num_rows, rng = device.stats, 64, 27, np.random.default_rng(0)
+    monkeypatch.setattr(stats, "copy_of", lambda value: value)
+    lse, dlse, products = rng.normal(size=(3, num_rows))
+    lse[[3, 20]], dlse[20], products[3] = -math.inf, math.nan, math.nan
+    found = Values(np.full(2 * tile_m, 7.0))
+    for lane in range(32):
+        device.lane.number = lane
+        product = Float(products[lane] if lane < num_rows else math.nan)
+        given = Values(lse), Values(dlse) if has_dlse else None
+        stats.write_stats.__wrapped__(found, 16, 30, num_rows, product, *given)
+    expected = np.full(2 * tile_m, 7.0)
+    for row in range(30):
+        place, is_empty = stats.stats_position(16 + row), row >= num_rows or lse[row] == -math.inf
+        expected[place] = -math.inf if is_empty else -lse[row] / math.log(2.0)
+        expected[tile_m + place] = 0.0 if is_empty else (dlse[row] if has_dlse else 0.0) - products[row]
+    np.testing.assert_allclose(found.array, expected)
 
 
 @pytest.mark.parametrize("added", [None, 0, 5])
