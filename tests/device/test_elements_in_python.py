@@ -403,6 +403,8 @@ def test_rows_of_a_block_that_shares_a_scale(device, has_used):
                 assert max(rows.num_used, 0) == max(0, min(64, counting[sequence] - position))
                 found = device.quantize_block.mean_of(mean, rows, 1)
                 assert (found.array == mean.array[min(sequence, batch - 1), 1]).all()
+    # an offset that no host has read may lie behind the last row
+    assert find(70, 1, 0, Values([0, 100]), Values([90]) if has_used else None) == (64, 6, 6, 0)
     used = Values([100, 80]) if has_used else None
     assert find(150, 1, 1, None, used) == (64, 64, 16 if has_used else 64, 1)
     assert find(150, 2, 0, None, used) == (128, 22, -28 if has_used else 22, 0)

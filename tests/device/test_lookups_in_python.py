@@ -224,6 +224,44 @@ def test_tiles_over_a_cache(device, monkeypatch):
     }
 
 
+@pytest.mark.parametrize("is_e4m3", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_new"), [(1, 3), (3, 1), (2, 2), (2, 0)])
+def test_rows_that_a_step_writes_and_rotates(device, monkeypatch, seqlen_q, seqlen_new, is_e4m3):
+    """Each query and each new key that has a place, once, with its position; V is not rotated."""
+    filled, room, written = [4, 9, -1], 10, {}
+    kernel = device.append.Append(False, 2, is_e4m3)
+    monkeypatch.setattr(kernel, "locate", functools.partial(type(kernel).locate.__wrapped__, kernel))
+
+    def note(source, target, cos, sin, position, *descale):
+        assert (cos is None) == (sin is None)
+        written[which, source.array.item(), target.array.item()] = cos is not None, position, *descale
+
+    for name in ("move", "round"):
+        monkeypatch.setattr(kernel, name, note)
+
+    def rows(count):
+        return Values(np.arange(3 * count).reshape(3, count, 1, 1))
+
+    q, new, cache = rows(seqlen_q), rows(seqlen_new) if seqlen_new else None, rows(room)
+    count = max(seqlen_q, seqlen_new)
+    for number, which in itertools.product(range(3 * count), range(3)):
+        device.arch.block_idx = lambda place=(number, 0, which): place
+        caches = (new, new, cache, cache) if seqlen_new else (None,) * 4
+        lengths = Values(filled), None, "cos", "sin", None, None, None, seqlen_new, count
+        type(kernel).kernel.__wrapped__(kernel, q, q, *caches, *lengths)
+    expected = {}
+    for entry, start in enumerate(filled):
+        for row in range(seqlen_q):
+            at = entry * seqlen_q + row
+            expected[2, at, at] = True, start + seqlen_new - seqlen_q + row
+        for row in range(seqlen_new):
+            if 0 <= start + row < room:
+                for tensor in range(2):
+                    place = tensor, entry * seqlen_new + row, entry * room + start + row
+                    expected[place] = tensor == 0, start + row, *([None] if is_e4m3 else [])
+    assert written == expected
+
+
 def test_places_of_new_keys(device):
     append = device.append.Append(False, 2)
     locate = device.append.Append.locate.__wrapped__
