@@ -436,8 +436,12 @@ def test_the_launch_of_a_merge(monkeypatch, num_partials, is_packed):
 
 @pytest.mark.parametrize("sink", [-300.0, 30.0, 80.0, 250.0])
 def test_merge_with_a_sink_that_dominates_or_vanishes(sink):
-    """The keys' share beside the sink is e^-20, e^-70, or one that float32 does not distinguish from 0; or it is 1."""
+    """The keys' share beside the sink is e^-20, e^-70, or one that float32 does not distinguish from 0; or it is 1.
+
+    A row without keys has the sink alone.
+    """
     outs, lses = randn(5, 2, 3, 2, 64), 3 * randn(5, 2, 2, 3, seed=1)
+    lses[:, 1, :, 2], outs[:, 1, 2] = -torch.inf, NAN
     sinks = torch.tensor([sink, 1.0])
     expected = merge_in_torch([o.double() for o in outs], [x.double() for x in lses], sinks)
     in_torch = merge_in_torch(outs, lses, sinks)
