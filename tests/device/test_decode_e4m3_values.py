@@ -103,7 +103,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(quick=0, slow=5)
+@pytest.mark.sampled(quick=1, slow=4)
 @pytest.mark.parametrize("name", CASES)
 def test_values(name):
     (inputs, kv_block), options = CASES[name]
@@ -149,7 +149,7 @@ def test_negative_descales(signs):
     check(inputs._replace(v_descale=inputs.v_descale * by_page), kv_block, **options)
 
 
-@pytest.mark.sampled(quick=2, slow=0)
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize(("key", "window"), [(126, None), (129, None), (117, (10, None))])
 @pytest.mark.parametrize("kind", ["none", "block of 16"])
 def test_nan_of_a_hidden_key_stays_hidden(key, window, kind):
