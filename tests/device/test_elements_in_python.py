@@ -459,3 +459,19 @@ def test_rotations_of_vectors(device, interleaved, width):
         at = torch.tensor([[min(max(position, 0), positions - 1)]])
         expected = rotate(expected, at, torch.from_numpy(cos), torch.from_numpy(sin), interleaved)
         np.testing.assert_allclose(found.T.reshape(-1), expected.flatten().numpy())
+
+
+def test_limbs_of_tf32(monkeypatch):
+    """The high limb is rounded to 11 bits, so that the low one has either sign, and nothing is lost."""
+    tf32 = fresh("onepass.kernels.device.sm80.tf32")
+    stand_in = SimpleNamespace(
+        make_rmem_tensor=lambda shape, dtype: np.zeros(shape, np.float32),
+        recast_tensor=lambda values, dtype: values.view(np.int32),
+    )
+    monkeypatch.setattr(tf32, "cute", stand_in)
+    numbers = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    pairs = np.array([tf32.limbs_of(x) for x in numbers])
+    high, low = pairs.T
+    assert not (high.view(np.int32) & 0x1FFF).any()
+    assert (high + low == numbers).all()
+    assert (np.abs(low) <= 2.0**-11 * np.exp2(np.floor(np.log2(np.abs(numbers))))).all()
