@@ -103,7 +103,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(quick=1, slow=4)
+@pytest.mark.sampled(quick=2, slow=3)
 @pytest.mark.parametrize("name", CASES)
 def test_values(name):
     (inputs, kv_block), options = CASES[name]

@@ -298,15 +298,15 @@ def test_the_order_of_copies_and_warps_changes_no_bit(page_size):
 
 
 def test_splits_of_equal_keys_give_equal_bits_in_any_batch_and_any_cache():
-    """Other tiles, other splits and another grid give the same bits."""
+    """Other tiles, other splits, another grid and pages give the same bits; a split is several blocks of each warp."""
     filled = (300, 130, 64)
-    inputs = cache_of(filled, 2, (8, 2), (64, 64), room=700)
-    together = check(inputs, split_size=128)
+    inputs, paged = (cache_of(filled, 2, (8, 2), (64, 64), room=700, page_size=size) for size in (None, 20))
+    together = check(paged, split_size=256)
     for b, n in enumerate(filled):
         at, room = slice(b, b + 1), -(-n // 4) * 4
         caches = (c[at, :room].clone() for c in inputs[1:3])
         alone = DecodeInputs(inputs.q[at].clone(), *caches, inputs.cache_seqlens[at])
-        for one, many in zip(check(alone, split_size=128), together, strict=True):
+        for one, many in zip(check(alone, split_size=256), together, strict=True):
             assert torch.equal(one, many[at])
 
 
