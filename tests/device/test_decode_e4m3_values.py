@@ -95,7 +95,7 @@ CASES = {
     "many rows, one pass": (e4m3_cache((150, 40), 20, (8, 2), (64, 64), "block of 16"), {"num_splits": 1}),
     "32 rows": (e4m3_cache((150, 40), 8, (8, 2), (64, 64), "page", page_size=16), {"num_splits": 2}),
     "many rows of 256 columns": (e4m3_cache((70,), 20, (4, 1), (256, 64), "entry"), {"num_splits": 1}),
-    "many rows of 96 and 192 columns": (e4m3_cache((70,), 20, (4, 1), (96, 192), "entry"), {"num_splits": 1}),
+    "many rows of 96 and 192 columns": (e4m3_cache((70,), 20, (4, 1), (96, 192), "block of 16"), {"num_splits": 1}),
     "sinks": (
         e4m3_cache((200, 90), 1, (8, 4), (64, 64), "page", page_size=16, sinks=torch.linspace(-2, 9, 8)),
         {"num_splits": 4},
