@@ -96,4 +96,5 @@ def start_early() -> None:
     from ..kernels.compiler import disk_cache, pool
 
     if pool.others_can_help() and not any(disk_cache.cache_directory().glob("*.o")):
-        pool.start_early(EARLY_WORKERS)
+        with contextlib.suppress(OSError):  # without processes or files for them, kernels are compiled at their calls
+            pool.start_early(EARLY_WORKERS)

@@ -166,7 +166,7 @@ def test_only_calls_that_need_gradients(monkeypatch):
 
 
 def test_workers_start_early_where_no_kernel_is_cached(requested, monkeypatch, tmp_path):
-    def refuse():
+    def refuse(*_):
         raise PermissionError
 
     counts = []
@@ -174,6 +174,9 @@ def test_workers_start_early_where_no_kernel_is_cached(requested, monkeypatch, t
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "kernels"))
     ahead.start_early()
     assert counts == [ahead.EARLY_WORKERS]
+    with monkeypatch.context() as without_processes:
+        without_processes.setattr(pool, "start_early", refuse)
+        ahead.start_early()
     (tmp_path / "kernels" / f"{'0' * 32}.o").touch()
     ahead.start_early()
     with monkeypatch.context() as of_another_user:
