@@ -495,7 +495,7 @@ def _widths(engine: Any, num_ranks: int) -> list[int]:
 
 def _best_layout(steps: Sequence[Step], num_ranks: int, is_packed: bool, mask: Mask) -> LayoutName:
     """The contiguous layout where every rank has all queries or all tokens have equal work, else a balanced one."""
-    if all(step.width == num_ranks for step in steps) or num_ranks == 1:
+    if all(step.width == num_ranks for step in steps):
         return "contiguous"
     if is_packed:
         return "balanced"

@@ -107,14 +107,13 @@ def check_dequantize(quantized: QuantizedQKV, cu_seqlens_q: Any, cu_seqlens_k: A
             raise ValueError(f"{name}: expected shape (batch + 1,), got {shape_of(offsets)}")
         batch = offsets.shape[0] - 1
         check_int32(name, offsets, (batch + 1,), "batch + 1", quantized.q.device)
+        v = quantized.v
+        if quantized.v_keys_last and name == "cu_seqlens_k":
+            v = _v_stand_in(quantized.k, v, batch)
         for descale_name, t, block in (
             ("q_descale", quantized.q, quantized.q_block),
             ("k_descale", quantized.k, quantized.kv_block),
-            (
-                "v_descale",
-                _v_stand_in(quantized.k, quantized.v) if quantized.v_keys_last else quantized.v,
-                quantized.kv_block,
-            ),
+            ("v_descale", v, quantized.kv_block),
         ):
             if (descale_name == "q_descale") == (name == "cu_seqlens_q"):
                 _check_descale(descale_name, getattr(quantized, descale_name), t, block, batch)

@@ -348,7 +348,11 @@ AREAS = (
         (
             Group(
                 ("onepass/distributed/decode.py",),
-                ("tests/distributed/test_decode_on_ranks.py", "tests/distributed/test_disagreements.py"),
+                (
+                    "tests/distributed/test_passed_options.py",
+                    "tests/distributed/test_decode_on_ranks.py",
+                    "tests/distributed/test_disagreements.py",
+                ),
             ),
             Group(("onepass/distributed/agreement.py",), ("tests/distributed/test_disagreements.py",)),
             Group(
@@ -358,6 +362,7 @@ AREAS = (
             Group(
                 ("onepass/distributed/*.py",),
                 (
+                    "tests/distributed/test_passed_options.py",
                     "tests/distributed/test_local_calls.py",
                     "tests/distributed/test_schedule.py",
                     "tests/distributed/test_routes.py",

@@ -332,6 +332,20 @@ def test_a_cache_of_one_page():
     same(out, onepass.attention_decode(q, k, v, cache_seqlens=lengths(9)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_caches_of_inference_mode_take_new_keys(dtype):
+    """torch itself lets nobody write to them outside of that mode."""
+    new = randn(2, 3, 2, 8, dtype=torch.float32)
+    with torch.inference_mode():
+        caches = [torch.zeros(2, 9, 2, 8).to(dtype) for _ in "kv"]
+    call = {"cache_seqlens": lengths(2, 6), "k_new": new, "v_new": new}
+    onepass.attention_decode(new.repeat(1, 1, 2, 1), *caches, **call)
+    for cache in caches:
+        for b, n in enumerate((2, 6)):
+            assert torch.equal(cache[b, n : n + 3].float(), new[b].to(dtype).float())
+            assert cache[b].float().count_nonzero() == new[b].to(dtype).float().count_nonzero()
+
+
 def test_a_cache_without_pages():
     q, k, v = dense(room=16)
     call = {"q": q, "k_cache": k[:0], "v_cache": v[:0], "cache_seqlens": lengths(0, 0)}

@@ -104,7 +104,9 @@ def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:
             )
     for config in along_rows:
         tile_m = ROWS_PER_MMA * config.num_warps
-        yield replace(config, tile_m=tile_m, pack_gqa=1 < group <= tile_m)
+        config = replace(config, tile_m=tile_m, pack_gqa=1 < group <= tile_m)
+        yield config
+        yield replace(config, tile_n=SPLIT_UNIT)  # rows of 96 e4m3, of which 64 are loaded at once, beside wider ones
 
 
 def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: str, num_sms: int) -> int:

@@ -396,7 +396,7 @@ def _modified(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardCo
         return config
     # intervals differ from tile to tile: no fixed order balances them
     dynamic_tiles = config.dynamic_tiles or problem.has_intervals
-    return replace(config, pack_gqa=False, cluster_size=1, score_buffers=1, dynamic_tiles=dynamic_tiles)
+    return replace(config, pack_gqa=False, cluster_size=1, dynamic_tiles=dynamic_tiles)
 
 
 def _adapted(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardConfigSm90:
