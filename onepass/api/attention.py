@@ -34,7 +34,7 @@ class AttentionOutput(NamedTuple):
     """The result of a call with `return_lse=True`.
 
     Attributes:
-        out: in q's dtype and shape, with head_dim_v in place of head_dim.
+        out: in q's dtype and shape, with head_dim_v instead of head_dim.
         lse: the natural logarithm of each row's softmax denominator, float32 (float64 for float64 inputs),
             (batch, num_heads_q, seqlen_q), or (num_heads_q, total_q) for packed sequences. It includes sinks. For a
             row that sees no key it is the row's sink, or -inf without sinks; for a row that belongs to no packed
@@ -346,7 +346,7 @@ def attention(
         bias: added to scores after the softcap; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k), with
             q_positions to (batch, num_heads_q, positions, seqlen_k) for any number of positions. A pair with
             a bias of -inf is hidden. It may require a gradient, which is undefined for hidden pairs. A row is undefined
-            if all its biases are as low as torch.finfo(dtype).min, beside which scores are lost.
+            if all its biases are as low as torch.finfo(dtype).min, which absorbs the scores.
         dropout_p: 0 <= dropout_p < 1: each probability is left out of the product with v with this probability,
             rounded to a multiple of 1 / 256, and the others are divided by 1 - dropout_p. lse does not change.
             Seed and offset come from torch's generator of q's device; see `geometry/philox.py` for the bits.

@@ -1,7 +1,7 @@
 """The files of compiled kernels: where they lie, which of them may be loaded, what there is, and clearing it away.
 
 An entry is a native object file, <key>.o, and <key>.json next to it, which says what it is and holds the object's
-SHA-256. Beside them lie <key>.lock and, while it is built, <key>.<pid>.part.o and .part.json.
+SHA-256. Next to them lie <key>.lock and, while it is built, <key>.<pid>.part.o and .part.json.
 
 * No other user may write to the directory: entries are loaded as native code. It is made private (0700); one that is
   there already is taken as it is, or refused, if it is another user's or others may write to it, and its mode is never

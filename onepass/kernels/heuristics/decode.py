@@ -106,7 +106,7 @@ def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:
         tile_m = ROWS_PER_MMA * config.num_warps
         config = replace(config, tile_m=tile_m, pack_gqa=1 < group <= tile_m)
         yield config
-        yield replace(config, tile_n=SPLIT_UNIT)  # rows of 96 e4m3, of which 64 are loaded at once, beside wider ones
+        yield replace(config, tile_n=SPLIT_UNIT)  # rows of 96 e4m3, 64 of them loaded at once, next to wider ones
 
 
 def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: str, num_sms: int) -> int:

@@ -1,6 +1,6 @@
 """P and dS of a backward on accumulators of wgmma or mma with keys in rows and queries in columns.
 
-P and dS are kept in 16 bits, or for float32 inputs in float32, in place of S and dP.
+P and dS are kept in 16 bits, or for float32 inputs in float32; they overwrite S and dP.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class GradientScores(Untraced):
 
     @cute.jit
     def exponentials(self, acc_s: cute.Tensor, tile, head: Int32, m_block: Int32):
-        """P in place of S; with a softcap, P times its slope beside it."""
+        """P overwrites S; with a softcap, P times its slope is kept, too."""
         scale_log2 = self.scales.scale_log2
         self.mask_if_needed(acc_s, tile, head, m_block, FAR_BELOW if self.capped is not None else -math.inf)
         terms = None

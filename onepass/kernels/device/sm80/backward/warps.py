@@ -104,7 +104,7 @@ class BackwardWarps(Untraced):
         else:
             p, ds = gemms.p_words, gemms.ds_words
             if self.drops:
-                # P as it was before dropout, beside the operand of dV
+                # P as it was before dropout, in addition to the operand of dV
                 self.whole_p = cute.make_rmem_tensor(gemms.shape_s, self.kernel.dtype)
                 p = cute.recast_tensor(self.whole_p, Int32)
         return GradientScores(self.kernel, self.region, self.scales, self.modifiers, p, ds, kept)

@@ -19,7 +19,7 @@ from .inputs import BackwardPipes, Buffers, Thread
 
 
 class PastTheEnd(Untraced):
-    """Puts zeros in place of rows past the end of a sequence, before a GEMM of this warpgroup reads them."""
+    """Overwrites rows past the end of a sequence with zeros, before a GEMM of this warpgroup reads them."""
 
     def __init__(self, kernel, thread: Thread, pipes: BackwardPipes, buffers: Buffers):
         self.kernel, self.thread, self.pipes, self.sQ, self.sdO = kernel, thread, pipes, buffers.q, buffers.do

@@ -326,7 +326,7 @@ class WideConsumer(Untraced):
 
     @cute.jit
     def add_pieces(self, tile, block: tuple, seen: Int32, count: Int32, wg: cutlass.Constexpr[int]):
-        """Add a warpgroup's pieces of a dQ to global memory, each beside the GEMM of the next one.
+        """Add a warpgroup's pieces of a dQ to global memory, each during the GEMM of the next one.
 
         Args: block: head and number of the query block; seen: what `AdditionTurns.look` returned.
         """
