@@ -1,4 +1,4 @@
-"""A step of a serving engine: a chunk of one sequence's prompt beside single tokens of others, packed, over pages."""
+"""A step of a serving engine: a chunk of one sequence's prompt and single tokens of others, packed, over pages."""
 
 import torch
 

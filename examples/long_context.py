@@ -1,4 +1,4 @@
-"""The memory of attention over 32k tokens, forward and backward, beside the memory of the formula written out.
+"""The memory of attention over 32k tokens, forward and backward, compared with the memory of the formula written out.
 
     python examples/long_context.py        # 32768 tokens on a GPU; 8192 on a CPU, with fewer heads
 

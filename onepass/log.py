@@ -1,4 +1,4 @@
-"""What onepass says of its work, if it is asked: ONEPASS_LOG=1, or the level INFO of the logger "onepass".
+"""Log messages about backends and kernels, with ONEPASS_LOG=1 or at the level INFO of the logger "onepass".
 
 Each message comes once a process: which backend computes a problem, and which kernels were compiled or loaded.
 """

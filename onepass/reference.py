@@ -108,7 +108,7 @@ def attention(
 
 
 class Pairs(NamedTuple):
-    """What options do to the pairs of a query and a key beside scale and softcap.
+    """What options do to the pairs of a query and a key besides scale and softcap.
 
     All are (batch or 1, num_heads_q or 1, seqlen_q, seqlen_k).
 
@@ -327,7 +327,7 @@ def one_pass(x: Tensor, v: Tensor) -> Tensor:
         o   = a_n / d_n
 
     A softmax alone cannot be computed in one pass, since every p_j needs d_n. Attention can, because it needs only the
-    sum over j, which can be divided by d_n at the end. `onepass.tiled` does this with tiles in place of elements.
+    sum over j, which can be divided by d_n at the end. `onepass.tiled` does this with tiles instead of elements.
     """
     m = torch.full((), -torch.inf, dtype=x.dtype)
     d = torch.zeros((), dtype=x.dtype)

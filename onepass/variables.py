@@ -61,7 +61,7 @@ def _backend(text: str) -> str:
 
 
 def _directory(text: str) -> Path:
-    """The directory, with the home directory for a tilde. Raises: ValueError where nobody knows the home directory."""
+    """The directory, with the home directory for a tilde. Raises: ValueError where there is no home directory."""
     try:
         return Path(text).expanduser()
     except RuntimeError:

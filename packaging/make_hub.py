@@ -43,7 +43,7 @@ backends = ["cpu", "cuda"]
 
 
 def write_hub(folder: Path) -> list[Path]:
-    """Write the layout into a folder, in place of what an earlier run has written there.
+    """Write the layout into a folder, replacing what an earlier run has written there.
 
     Returns: the folders of the variants.
     """

@@ -31,7 +31,8 @@ UNKNOWN = re.compile(r'\n[^\n]*<span class="o">\*\*</span><span class="n">unknow
 SEVERAL = re.compile(
     r"<b><code>(?P<first>(?:<[^>]*>)*\w+,(?:<[^>]*>)*)</code></b>\s*\(<code>\(?(?P<rest>.*?)\)?</code>\)"
 )
-IN_NAVIGATION = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")  # what mkdocs.yml names
+# what mkdocs.yml names
+IN_NAVIGATION = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "tests/peers/README.md")
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml"}
 
 _sources: dict[str, Path] = {}  # where a generated page of the site comes from
@@ -93,7 +94,7 @@ def on_files(files: Files, config) -> Files:
             file = File.generated(config, place, content=page_of(path))
         else:
             file = File.generated(config, place, abs_src_path=str(path))
-        if path.name not in IN_NAVIGATION:
+        if path.relative_to(ROOT).as_posix() not in IN_NAVIGATION:
             file.inclusion = InclusionLevel.NOT_IN_NAV
         files.append(file)
         if path.is_dir():

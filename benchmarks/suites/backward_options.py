@@ -4,7 +4,7 @@
     python -m benchmarks backward_options --cases packed,GQA      # cases whose names have one of the words
 
 The backward pass alone is timed, as in backward_sm90.py; contenders take turns. A case with sinks or a softcap is
-measured beside onepass without this option ("plain"), all others beside FlashAttention-4. Cases have 16k tokens of
+compared with onepass without this option ("plain"), all others with FlashAttention-4. Cases have 16k tokens of
 hidden size 2048, except for packed ones, whose lengths are drawn log-uniformly from 128 to 8192 until they sum to 32k.
 Every contender's gradients are compared with those of the first one. The results go to --out as JSON.
 """

@@ -1,4 +1,4 @@
-"""Attention over the ranks of a process group, beside one device and the peers.
+"""Attention over the ranks of a process group, compared with one device and the peers.
 
     torchrun --nproc-per-node 4 -m onepass.cli bench context-parallel --json context-parallel.json
     torchrun --nproc-per-node 4 -m benchmarks context_parallel --cases causal,64/8 --out part.json
@@ -12,7 +12,7 @@ On GPUs each rank takes the GPU of its LOCAL_RANK and NCCL; on a CPU gloo. A row
 - E_prime: the time of the slowest rank's own attention calls, on keys that have already arrived, over TP. It is 1 where
   nothing but these calls takes time.
 - error: how far the results are from those of one device, by root mean squares, in the worst tensor of the worst rank.
-- peak_bytes: the inputs and the most memory beside them, on the rank that needs most, without the memory that "copies"
+- peak_bytes: the inputs and the most further memory, on the rank that needs most, without the memory that "copies"
   publish; peak_limit_bytes: the peak_bytes of one device divided by P, and two of 16 chunks of all keys and values.
 - received_bytes: the most bytes that a rank receives, by the estimate of the plan.
 - activity, with --activity: what the first rank's GPU does during one more call (`benchmarks.harness.activity`), in
@@ -268,7 +268,7 @@ def measured(case: ContextCase, args: Args, ranks: Ranks) -> Row:
             facts = prepared[contender.name].facts
             facts |= {name: ranks.greatest(facts[name]) for name in ("error", "peak_bytes") if name in facts}
             if facts["error"] > TOLERANCE:
-                reason = f"expected an error up to {TOLERANCE} beside one device, got {facts['error']:.3g}"
+                reason = f"expected an error up to {TOLERANCE} compared with one device, got {facts['error']:.3g}"
         if reason is not None:
             prepared.pop(contender.name, None)
             row["failed"][contender.name] = reason

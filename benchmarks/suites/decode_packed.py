@@ -1,4 +1,4 @@
-"""attention_decode of packed queries on a GPU: prompts in chunks beside single tokens, beside FlashAttention-3.
+"""attention_decode of packed queries on a GPU: prompts in chunks with single tokens, vs. FlashAttention-3.
 
     python -m benchmarks decode_packed                                        # check, then all cases
     python -m benchmarks decode_packed --variants "dynamic_tiles=False; pack_gqa=False; num_warpgroups=3"

@@ -1,9 +1,9 @@
-"""Tokens per second of a serving loop with continuous batching: onepass over pages beside FlashAttention-3.
+"""Tokens per second of a serving loop with continuous batching: onepass over pages vs. FlashAttention-3.
 
     python -m benchmarks engine                 # 1, 16 and 128 requests, on a GPU
     python -m benchmarks engine --small         # on a CPU, to see that it runs
 
-A step is what an inference engine does: the tokens of a step, single tokens of running requests beside chunks of new
+A step is what an inference engine does: the tokens of a step, single tokens of running requests with chunks of new
 prompts, are packed into one batch; each layer writes their keys and values into the cache and attends over it. Steps
 in which all requests generate are replayed CUDA graphs. The model is a Llama of 8 layers (16 heads of 128, 4 kv heads)
 with random weights. Contenders differ in the attention and in the cache alone: onepass over pages of 64 keys at random

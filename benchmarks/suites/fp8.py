@@ -16,7 +16,7 @@ Contenders, and what is in their time:
     fa3 whole    as fa3, from bfloat16: scales of heads and rounding by torch's operators in each call
     bf16         onepass in bfloat16
 
-Three comparisons are like for like: rows beside fa3, onepass beside the faster of fa3 and fa3 columns, and whole beside
+Three comparisons are like for like: rows vs. fa3, onepass vs. the faster of fa3 and fa3 columns, and whole vs.
 fa3 whole. Grid, configurations, options and timing are those of forward_sm90.py. The check compares with float64
 attention over the dequantized tensors, then prints the paper's Table 3. The sums are those of P V at up to 65536 keys:
 of q = 0 and v = 1, and of V with mean 1. The results go to --out as JSON.
@@ -315,7 +315,7 @@ def summarize(paths: Sequence[Path]) -> None:
                 entries[cell] = f"{statistics.median(speeds[ours]):.0f} ({ratios[cell]:.2f})"
         if not ratios:
             continue
-        print(f"\n{title}: {ours} beside {' or '.join(peers)}, {len(paths)} runs")
+        print(f"\n{title}: {ours} vs. {' or '.join(peers)}, {len(paths)} runs")
         print(f"| head_dim | causal | {' | '.join(map(str, seqlens))} |\n|{'---|' * (2 + len(seqlens))}")
         for head_dim, causal in dict.fromkeys(cell[:2] for cell in tflops):
             by_length = {cell.seqlen: entry for cell, entry in entries.items() if cell[:2] == (head_dim, causal)}

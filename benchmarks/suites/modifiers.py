@@ -1,4 +1,4 @@
-"""What ranges of keys, left padding, ALiBi, a bias and dropout cost on a GPU, beside a call without them.
+"""What ranges of keys, left padding, ALiBi, a bias and dropout cost on a GPU, compared with a call without them.
 
     python -m benchmarks modifiers                              # all cases, forward and backward
     python -m benchmarks modifiers --cases dropout,d128         # cases whose names have all of the words

@@ -5,7 +5,7 @@
 The tensors have 16k tokens of hidden size 2048 in bfloat16, so 64 MB each. Calls are captured in a CUDA graph, several
 in a row on tensors that take turns, so that none of these is in the L2 cache; times are medians of replays, per call. A
 copy moves as many bytes as are read and written for one tensor. CPU time is the time of the calling thread, on short
-tensors, where no call waits for the GPU; calls of attention are measured beside quantize_fp8. The results go to --out
+tensors, where no call waits for the GPU; calls of attention are measured next to quantize_fp8. The results go to --out
 as JSON: "rows" and "calls".
 """
 
@@ -134,7 +134,7 @@ def contenders(head_dim: int) -> list[Contender]:
 
 @dataclass
 class Results(Report):
-    """A results file with the CPU time and launches of calls beside its rows."""
+    """A results file with the CPU time and launches of calls next to its rows."""
 
     calls: list[Row] = field(default_factory=list)
 

@@ -61,8 +61,8 @@ def draw_visits(ax) -> None:
             patch.set_alpha(1.0 if is_ours else 0.35)
             ax.add_patch(patch)
             if is_ours:
-                centre = (n_start + n_end) / 2, (m_start + m_end) / 2
-                ax.text(*centre, str(visit), ha="center", va="center", fontsize=14, fontweight="bold", color=INK)
+                center = (n_start + n_end) / 2, (m_start + m_end) / 2
+                ax.text(*center, str(visit), ha="center", va="center", fontsize=14, fontweight="bold", color=INK)
     ours = tiles(0, SEQLEN, TILE)[M_BLOCK]
     ax.add_patch(Rectangle((0, ours[0]), SEQLEN, TILE, facecolor="none", edgecolor=Q_COLOR, linewidth=2.4))
     ax.plot([0, SEQLEN], [0, SEQLEN], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))

@@ -17,7 +17,7 @@ from ..ops import modified, quantize
 from ..ops.quantize import QuantizedQKV
 from ..problem import AttentionInputs, ModifiedInputs, Modifiers, QuantizedInputs
 from ..quantization import centering
-from ..validation import fp8, lost_gradients
+from ..validation import fp8
 from ..validation import modifiers as modifier_checks
 from ..validation.attention import check_attention, check_attention_varlen
 from ..validation.tensors import check_max_seqlens
@@ -34,7 +34,7 @@ class AttentionOutput(NamedTuple):
     """The result of a call with `return_lse=True`.
 
     Attributes:
-        out: in q's dtype and shape, with head_dim_v in place of head_dim.
+        out: in q's dtype and shape, with head_dim_v instead of head_dim.
         lse: the natural logarithm of each row's softmax denominator, float32 (float64 for float64 inputs),
             (batch, num_heads_q, seqlen_q), or (num_heads_q, total_q) for packed sequences. It includes sinks. For a
             row that sees no key it is the row's sink, or -inf without sinks; for a row that belongs to no packed
@@ -168,8 +168,6 @@ def _first_call(
         arguments |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
         arguments |= zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True)
         problem = check_attention_varlen(q, k, v, **arguments)
-    tensors = q, k, v, inputs.sinks, *modifiers.values()
-    lost_gradients.refuse_forward_mode(*(t for t in tensors if isinstance(t, Tensor)))
     tuning, device = arguments["tuning"], q.device
     if precision is None:
         name = dispatch.require(problem, backend, tuning, device)
@@ -348,7 +346,7 @@ def attention(
         bias: added to scores after the softcap; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k), with
             q_positions to (batch, num_heads_q, positions, seqlen_k) for any number of positions. A pair with
             a bias of -inf is hidden. It may require a gradient, which is undefined for hidden pairs. A row is undefined
-            if all its biases are as low as torch.finfo(dtype).min, beside which scores are lost.
+            if all its biases are as low as torch.finfo(dtype).min, which absorbs the scores.
         dropout_p: 0 <= dropout_p < 1: each probability is left out of the product with v with this probability,
             rounded to a multiple of 1 / 256, and the others are divided by 1 - dropout_p. lse does not change.
             Seed and offset come from torch's generator of q's device; see `geometry/philox.py` for the bits.

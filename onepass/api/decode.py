@@ -190,7 +190,7 @@ def attention_decode(
             page_table[b, n // page_size]. Sequences may share pages; the result is undefined if a new key is written
             over another key that the call uses. Entries past the filled length may hold any number.
         cu_seqlens_q: (batch + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, which
-            stand at the end of its cache_seqlens[b] keys: prompts in chunks beside single tokens. Rows past the last
+            stand at the end of its cache_seqlens[b] keys: prompts in chunks and single tokens. Rows past the last
             offset have out = 0, lse = -inf, even with sinks. k_new, v_new and rotary positions cannot be combined with
             packed queries.
         max_seqlen_q: with cu_seqlens_q, an upper bound on the queries of a sequence, if one is known: an int of up to
@@ -213,7 +213,7 @@ def attention_decode(
             zeros. Lengths and positions still count from key 0 of the cache.
         key_ranges: (batch or 1, num_heads_q or 1, seqlen_q, 2) int32, packed (num_heads_q or 1, total_q, 2): query i
             sees only keys lo <= j < hi among the keys that other options leave.
-        q_positions: (batch or 1, seqlen_q) int32, packed (total_q,): the key at which each query stands, in place of
+        q_positions: (batch or 1, seqlen_q) int32, packed (total_q,): the key at which each query stands, instead of
             i + seqlen_k - seqlen_q, for causal, window, alibi_slopes, rows of bias, and rotation.
         alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32 (bfloat16 and float16 are converted): slope *
             |position of the query - j| is subtracted from scores, after the softcap.
@@ -222,7 +222,7 @@ def attention_decode(
             page_size with a page_table. With q_positions, row i belongs to position i, for any number of rows; for a
             position outside the rows the nearest row counts.
         rotary_positions_q, rotary_positions_k: (batch or 1, seqlen_q) and (batch or 1, seqlen_new) int32: the rows of
-            rotary_cos and rotary_sin by which q and k_new are rotated, in place of their key positions. A negative
+            rotary_cos and rotary_sin by which q and k_new are rotated, instead of their key positions. A negative
             number counts as 0.
         k_descale, v_descale: float32, finite and not 0, on q's device, with an e4m3 cache only, both or neither (which
             means 1): real value = stored value * descale. They are not changed. Each has one of these shapes:
@@ -234,11 +234,11 @@ def attention_decode(
                 keys of each head.
         kv_block: the number of keys that share a descale, if not all keys of a sequence share one; with a page_table it
             is the page_size.
-        num_splits: the number of splits (1 to 256) of the keys of each sequence, which a GPU computes side by side and
+        num_splits: the number of splits (1 to 256) of the keys of each sequence, which a GPU computes in parallel and
             then merges, exactly; None: chosen from shapes, to fill the GPU, and for packed queries also from lengths.
             A given number gives a sequence the same bits in any batch. Packed queries that fill more than one tile of
             a kernel are not split.
-        split_size: the keys of a split, in place of num_splits, a multiple of 64: splits begin at multiples of it, so
+        split_size: the keys of a split, instead of num_splits, a multiple of 64: splits begin at multiples of it, so
             that the result of a sequence depends neither on the batch nor on the size of the cache, bit by bit.
         check_values: check cache_seqlens, page_table and descales by value. Backends that work on the host (`cpu`,
             `tiled`) always do. On a GPU the check waits for the device: it is meant for debugging. Without the check,
@@ -322,7 +322,7 @@ def attention_decode(
     out, lse = decode_ops.run(problem, inputs.detached() if sources else inputs, choice.backend_argument(name, backend))
     if sources:
         out, lse = without_backward.in_graph_of(sources, out, lse)
-    if keys:
+    if keys and not out.is_meta:
         forward = decode.prepare_decode(name, problem, q.device)
         forward = with_overlaps_refused(forward, inputs) if inputs.seqlen_new else forward
         for key in keys:
@@ -331,7 +331,7 @@ def attention_decode(
 
 
 def split_workspace_bytes(num_splits: int, *, batch: int, seqlen_q: int, num_heads_q: int, head_dim_v: int) -> int:
-    """Bytes of GPU memory that `attention_decode` needs beside its outputs while it runs with num_splits splits.
+    """Bytes of GPU memory that `attention_decode` needs besides its outputs while it runs with num_splits splits.
 
     It holds float32 out and lse of every split. One split needs 0 bytes, because it writes its outputs directly. The
     backend `tiled` needs none. Packed queries count as a batch of one.

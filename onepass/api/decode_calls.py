@@ -48,7 +48,7 @@ def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem,
     """
     missing = [name for name in _REQUIRED if name not in arguments]
     if missing:
-        raise TypeError(f"{function}: expected {', '.join(missing)} beside the other arguments of attention_decode")
+        raise TypeError(f"{function}: expected {', '.join(missing)} with the other arguments of attention_decode")
     unknown = set(arguments) - set(_TENSORS) - set(_OPTIONS)
     if unknown:
         raise keywords.unexpected(function, unknown, "attention_decode")
@@ -64,7 +64,7 @@ def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem,
 
 
 def with_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with a tensor on the "meta" device in place of each shape.
+    """The arguments with a tensor on the "meta" device for each shape.
 
     Lengths, page tables, ranges and positions are int32; rotary tables, descales and slopes are float32; caches have
     `cache_dtype` if it is given; all other tensors have `dtype`.

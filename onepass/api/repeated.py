@@ -1,6 +1,6 @@
 """Calls of `attention_decode` by the layers of a model, one after the other, which differ in q, k and v alone.
 
-A layer's call takes 50 us on the host before it launches a kernel, and most of this time finds out that nothing is new.
+A layer's call takes 50 us on the host before it launches a kernel, most of which rediscovers that nothing changed.
 A caller that knows that all other arguments equal those of the layer before can repeat that layer's call.
 """
 

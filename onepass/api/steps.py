@@ -49,7 +49,7 @@ class Steps:
 
         Args:
             dout, out: in the shape of the forward's out. lse, dlse: in the shape of the forward's lse. out and lse may
-                belong to attention over more keys than the call has, of which the call computes a partial.
+                belong to attention over more keys than the call has; the call computes a partial of it.
         """
         lse = lse.contiguous()
         if self.problem.has_modifiers:

@@ -1,4 +1,4 @@
-"""Measurements: what is timed, how, beside which peers, and on which machine.
+"""Measurements: what is timed, how, compared with which peers, and on which machine.
 
 cases.py     what is measured: named sets of cases         flops.py    how much work a case is
 peers.py     onepass and its peers behind one call form    check.py    is the result right? asked before timing

@@ -1,4 +1,4 @@
-"""What each choice of a kernel is worth: the default configuration is timed beside others with one choice undone.
+"""What each choice of a kernel is worth: the default configuration is timed with others in which one choice is undone.
 
 The setting and the forward's first rows come from Table 2 of FlashAttention-3, arXiv:2407.08608, section 4.2.
 """
@@ -259,13 +259,13 @@ class Kernel(NamedTuple):
 
     Attributes:
         backend: the name of its backend.
-        device: what it runs on, in words.
+        device: what it runs on, as text.
         default: the configuration that a call of the problem runs with on an architecture.
         forward: the backend's forward with a configuration; None lets the backend choose.
         backward: for a backward kernel, the backend's backward with a configuration. Its forward is not measured.
         steps: the road that is measured instead of the switches, if there is one.
         arch: the architecture that the kernel is compiled for here.
-        peers: names of the peers that are timed beside it, where they can be imported (see peers.py).
+        peers: names of the peers that are timed with it, where they can be imported (see peers.py).
     """
 
     backend: str

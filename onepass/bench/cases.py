@@ -152,7 +152,7 @@ def _window() -> CaseSet:
         for direction in get_args(Direction)
         for causal, window in ((False, (256, 255)), (True, (511, 0)))
     )
-    return CaseSet("window", "512 visible keys at seqlen 16384, beside the same call without the window", cases)
+    return CaseSet("window", "512 visible keys at seqlen 16384, and the same call without the window", cases)
 
 
 def _memory() -> CaseSet:

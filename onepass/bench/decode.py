@@ -281,7 +281,7 @@ def sampler_of(calls: list, copies: CacheCopies, sample_ms: float = 2.5) -> Cuda
 
 
 def times(samples: Samples, name: str, num_bytes: int, copy_tb_per_s: float) -> dict[str, float]:
-    """The times of one contender, and its bandwidth beside that of a copy."""
+    """The times of one contender, and its bandwidth compared with that of a copy."""
     ms = samples.spread(name)
     tb_per_s = num_bytes / ms.median / 1e9
     return {

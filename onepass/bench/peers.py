@@ -33,7 +33,7 @@ class Contender:
 
     Attributes:
         refusal: says why the contender does not compute a case; None if it does.
-        heads_first: whether the contender wants contiguous tensors (batch, heads, seqlen, head_dim) in place of (batch,
+        heads_first: whether the contender wants contiguous tensors (batch, heads, seqlen, head_dim) instead of (batch,
             seqlen, heads, head_dim). Each contender gets its own layout, which is prepared outside the timing.
         adapt: changes the case before it is run, which makes "onepass without the window" a contender.
     """

@@ -48,13 +48,13 @@ def ablate(
     rounds: Annotated[int | None, typer.Option(min=1, help="default: as the budget allows")] = None,
     time_budget: Annotated[float, typer.Option(min=0.0, help="seconds of timing, all configurations together")] = 10.0,
 ) -> None:
-    """Measure what each choice of a kernel is worth: its default configuration beside others with one choice off.
+    """Measure what each choice of a kernel is worth: its default configuration and others with one choice off.
 
     Without options the setting is that of Table 2 of the FlashAttention-3 paper: forward, fp16, not causal, batch 4,
     seqlen 8448, 16 heads of 128. Each configuration is checked against attention in PyTorch, then all are timed in
     turns. For a backward kernel the backward pass alone is timed.
 
-    For sm80 the table shows the road to the default configuration instead, one step per line, beside torch's SDPA with
+    For sm80 the table shows the road to the default configuration instead, one step per line, and torch's SDPA with
     the same instructions.
 
     Exits with 1 if a configuration is wrong or does not run, 2 if this machine or kernel cannot take the case (with

@@ -1,4 +1,4 @@
-"""`onepass bench`: case sets beside the peers, as a table, JSON and pictures."""
+"""`onepass bench`: case sets, compared with peers, as a table, JSON and pictures."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _say_tuned(console: Console) -> None:
         return console.print(f"tuned configurations: not used: {words_of(error)}", style="red", markup=False)
     for gpu, entries in table.items():
         gains = sum(entry.config != entry.instead_of for entry in entries.values())
-        counts = f"{len(entries)}, {gains} of them in place of the heuristics' choice"
+        counts = f"{len(entries)}, {gains} of them instead of the heuristics' choice"
         console.print(f"tuned configurations for {gpu}: {counts}; {path}", markup=False)
 
 

@@ -1,6 +1,6 @@
 """`onepass demo`: exact attention at work, on the device of this machine.
 
-demo_layer.py   one attention layer of a Llama-3-8B shape, beside torch's SDPA and the naive form; with a window, too
+demo_layer.py   one attention layer of a Llama-3-8B shape, torch's SDPA and the naive form; with a window, too
 demo_search.py  real input: sentences searched by meaning, every attention layer of the model run by onepass
 """
 
@@ -119,7 +119,7 @@ def layer_table(report: LayerReport) -> Table:
             table.add_section()
             table.add_row(f"budget{kind}", "", "", "", *_errors(budget, names), end_section=True)
     for row in (*report.rows, *report.window_rows):
-        if row.note:  # beside the numbers the note would make the columns wide
+        if row.note:  # next to the numbers the note would make the columns wide
             table.caption = f"{row.name}: {row.note}. {table.caption}"
     if report.is_disturbed:
         table.caption = f"The machine was busy (load {report.load_average:.1f}): times are disturbed. {table.caption}"

@@ -1,4 +1,4 @@
-"""One attention layer of a Llama-3-8B shape, forward and backward, beside torch's SDPA and the naive form.
+"""One attention layer of a Llama-3-8B shape, forward and backward, compared with torch's SDPA and the naive form.
 
 The same layer with a window follows, as of Gemma or Mistral, where SDPA needs a mask and computes every pair.
 
@@ -111,7 +111,7 @@ class LayerReport:
     Attributes:
         results_bytes: size of out, dq, dk and dv, which every contender has to hold.
         load_average: processes that wanted a core in the minute before, on Linux and macOS; else 0.
-        repeats: timed runs of each contender, of which the best counts.
+        repeats: timed runs of each contender; the best one counts.
         budget: errors that onepass is allowed: 2 times (gradients: 3 times) that of dense PyTorch in the same dtype
             plus one rounding of the largest value.
         window_rows, window_budget: of the layer with a window.

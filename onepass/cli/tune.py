@@ -76,7 +76,7 @@ def tune(
     if heads % (heads_kv or heads):
         fail(f"--heads-kv: expected a divisor of {heads} heads, got {heads_kv}")
     if only is not None and not paper_grid:
-        fail("--only: expected --paper-grid beside it")
+        fail("--only: expected --paper-grid with it")
     if paper_grid:
         calls = _paper_calls(dtype, only)
     else:

@@ -1,4 +1,4 @@
-"""`onepass verify`: errors against float64, beside the errors of plain PyTorch and their limits."""
+"""`onepass verify`: errors against float64, with the errors of plain PyTorch and their limits."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def rows_of_sequences(rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """
     row = torch.arange(rows, device=cu_seqlens.device)
     owner = torch.searchsorted(cu_seqlens[1:], row.to(cu_seqlens.dtype), right=True)
-    return owner, row - cu_seqlens[owner.clamp(max=max(len(cu_seqlens) - 2, 0))]
+    return owner, row - cu_seqlens[owner]
 
 
 def append(

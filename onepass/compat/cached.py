@@ -45,7 +45,7 @@ class Cache(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """Options beside a mask that few calls have.
+    """Options besides a mask that few calls have.
 
     Attributes:
         starts: (batch,) int32: the keys before it do not exist. Queries that stand before it still see the keys that
@@ -66,8 +66,7 @@ class Extras(NamedTuple):
             right: the right side of the call's mask.
         """
         given: dict[str, Any] = {} if self.alibi_slopes is None else {"alibi_slopes": self.alibi_slopes}
-        is_alone = cu_seqlens_q is None and rows == 1
-        if self.chunk is None and self.starts is not None and (is_alone or (right is not None and right <= 0)):
+        if self.chunk is None and self.starts is not None and (rows == 1 or (right is not None and right <= 0)):
             given["seqstart_k"] = self.starts  # a query before the first key sees nothing in any case
         elif self.chunk is not None or self.starts is not None:
             given["key_ranges"] = row_ranges(rows, cu_seqlens_q, filled, starts=self.starts, chunk=self.chunk)
@@ -157,12 +156,8 @@ def _attend_used(
     def twice(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.repeat_interleave(2, 0)
 
-    starts, slopes = extras.starts, extras.alibi_slopes
-    if starts is not None:
-        starts = torch.stack((starts, torch.zeros_like(starts)), 1).flatten()
-    extras = extras._replace(
-        starts=starts, alibi_slopes=twice(slopes) if slopes is not None and slopes.dim() == 2 else slopes
-    )
+    if extras.starts is not None:
+        extras = extras._replace(starts=torch.stack((extras.starts, torch.zeros_like(extras.starts)), 1).flatten())
     doubled = Cache(cache.k, cache.v, twice(table), twice(cache.k_descale), twice(cache.v_descale))
     rows = flattened("q", q, cu_seqlens_q)
     assert keys.seqused is not None
@@ -259,7 +254,6 @@ def _check_before_writing(
         cache.v,
         filled,
         cache.page_table,
-        sinks=options.get("sinks"),
         k_descale=cache.k_descale,
         v_descale=cache.v_descale,
         cu_seqlens_q=cu_seqlens_q,

@@ -28,7 +28,12 @@ def check_stats(q: Tensor, stats: dict[str, Any]) -> None:
     """Check lse and its gradient dlse, which may be None, by name, in the shapes of the call."""
     expected = (*q.shape[:-3], *q.shape[-2:-1], *q.shape[-3:-2])
     for name, t in stats.items():
-        if (t is not None or name != "dlse") and tuple(tensors.check_tensor(name, t).shape) != expected:
+        if t is None and name == "dlse":
+            continue
+        tensors.check_tensor(name, t)
+        if not t.is_floating_point() or t.device != q.device:
+            raise TypeError(f"{name}: expected floating point on {q.device} like q, got {t.dtype} on {t.device}")
+        if tuple(t.shape) != expected:
             raise ValueError(f"{name}: expected shape {expected}, one for each row of out, got {tuple(t.shape)}")
 
 

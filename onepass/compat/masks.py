@@ -64,7 +64,7 @@ def mask_arguments(mask: Tensor, seqlen_q: int, seqlen_k: int) -> dict[str, Tens
         bias = torch.where(mask, zero, zero - torch.inf)
     else:
         is_seen, bias = mask.detach() != -torch.inf, _lifted(mask)
-    if 0 in is_seen.shape or mask.shape[-1] == 1:
+    if mask.shape[-1] == 1:
         return {"bias": bias}
     return {"bias": bias, "key_ranges": _key_ranges(is_seen, seqlen_k).expand(-1, -1, seqlen_q, -1)}
 

@@ -1,4 +1,4 @@
-"""Attention of packed queries over keys in pages, for the functions of flash-attn that take a table beside offsets."""
+"""Attention of packed queries over keys in pages, for the functions of flash-attn that take a table with offsets."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ NAMES = ("q_descale", "k_descale", "v_descale")
 
 
 def check_descales(descales: tuple[Any, Any, Any], batch: int, k: Tensor) -> None:
-    """Check the shapes, dtypes and devices of q_descale, k_descale and v_descale, of which any may be None."""
+    """Check the shapes, dtypes and devices of q_descale, k_descale and v_descale. Any may be None."""
     for name, descale in zip(NAMES, descales, strict=True):
         if descale is None:
             continue
@@ -24,7 +24,7 @@ def check_descales(descales: tuple[Any, Any, Any], batch: int, k: Tensor) -> Non
 
 
 def filled_descales(descales: tuple[Any, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """The descales, with a scalar 1 in place of None."""
+    """The descales, with a scalar 1 for None."""
     return tuple(torch.ones((), device=device) if d is None else d for d in descales)
 
 

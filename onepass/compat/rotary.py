@@ -225,7 +225,7 @@ def _turn_(x: Tensor, positions: Tensor, interleaved: bool, turns: tuple[Turn, .
 def _positions(x: Tensor, offsets: int | Tensor) -> Tensor:
     """(batch, seqlen) int64: the position of each row of x (batch, seqlen, ...)."""
     steps = torch.arange(x.shape[1], device=x.device)
-    starts = offsets.long()[:, None] if isinstance(offsets, Tensor) else torch.full_like(steps[:1], offsets)[:, None]
+    starts = offsets.long()[:, None] if isinstance(offsets, Tensor) else steps.new_full((1, 1), offsets)
     return (starts + steps).expand(x.shape[0], -1)
 
 

@@ -1,6 +1,6 @@
 """`torch.nn.functional.scaled_dot_product_attention` with torch's signature and semantics, computed by onepass.
 
-Every mask is read by tiles, in O(seqlen) memory beside the mask itself. `is_causal=True` and the biases of
+Every mask is read by tiles, in O(seqlen) memory besides the mask itself. `is_causal=True` and the biases of
 `torch.nn.attention.bias` (`causal_upper_left`, `causal_lower_right`) are computed from positions, without a tensor. Any
 other mask becomes the `bias` of `onepass.attention` in its own broadcast shape, and tensor operations on its device
 find for each query the first and the last key that it sees, so that tiles of keys outside are not visited. A boolean
@@ -23,6 +23,9 @@ from ..validation.scalars import check_flag, check_real, is_real
 from .masks import four_dimensional, mask_arguments, padding_arguments
 
 __all__ = ["scaled_dot_product_attention"]
+
+# name of an argument in messages of onepass -> its name in torch
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "softmax_scale": "scale"}
 
 
 def scaled_dot_product_attention(
@@ -73,7 +76,7 @@ def scaled_dot_product_attention(
     mask = None if causal_bias is not None or attn_mask is None else four_dimensional(attn_mask, leading)
     window = None
     if is_causal or (causal_bias is not None and not is_bottom_right):
-        # onepass aligns at the bottom right, so keys past the diagonal, which no query sees, are cut off. If there are
+        # onepass aligns at the bottom right, so keys past the diagonal, which no query sees, are left out. If there are
         # fewer keys than queries, a window to the right makes up for the difference.
         seqlen_q = query.shape[-2]
         key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]
@@ -87,14 +90,13 @@ def scaled_dot_product_attention(
         k, v = (x.repeat_interleave(num_heads // max(1, x.shape[2]), 2) for x in (k, v))
     masks: dict[str, Any] = {}
     if mask is not None:
-        is_aligned = is_bottom_right or window is not None
-        padding = padding_arguments(mask, q.shape[0], q.shape[1], is_aligned)
+        padding = padding_arguments(mask, q.shape[0], q.shape[1], window is not None)
         masks = mask_arguments(mask, q.shape[1], k.shape[1]) if padding is None else padding
     try:
         masks["dropout_p"] = 0.0 if drops_all else dropout_p
         out = api.attention(q, k, v, causal=is_bottom_right, window=window, softmax_scale=scale, **masks)
     except REFUSALS as error:
-        raise renamed(error, {"q": "query", "k": "key", "v": "value", "bias": "attn_mask"}) from None
+        raise renamed(error, _NAMES) from None
     if drops_all:
         out = out.masked_fill(torch.ones((), dtype=torch.bool, device=out.device), 0.0)
     return out.transpose(1, 2).reshape(*leading, *query.shape[-2:-1], value.shape[-1])

@@ -37,7 +37,7 @@ def as_packed(names: tuple[str, str], tensor: Tensor, cu_seqlens: Any, seqused: 
 
     Args:
         names: the names of cu_seqlens (int32 of one dimension) and of seqused, for messages.
-        tensor: packed (total, num_heads, head_dim) beside cu_seqlens, else (batch, seqlen, num_heads, head_dim), which
+        tensor: packed (total, num_heads, head_dim) with cu_seqlens, else (batch, seqlen, num_heads, head_dim), which
             the caller flattens.
     """
     if cu_seqlens is None:
@@ -98,7 +98,7 @@ class Arranged:
     the shapes of the call.
 
     Args:
-        q, k, v: packed (total, num_heads, head_dim) beside their cu_seqlens, else (batch, seqlen, num_heads, head_dim).
+        q, k, v: packed (total, num_heads, head_dim) with their cu_seqlens, else (batch, seqlen, num_heads, head_dim).
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths):

@@ -66,7 +66,7 @@ class RowMasks:
         has_bias_alone = not (problem.has_row_ranges or problem.has_alibi)
         found = regions(problem.mask, self.seqlen_q, self.seqlen_k) if problem.mask.window_left is None else ()
         covers_all = len(found) == 1 and found[0].covers(self.seqlen_q, self.seqlen_k)
-        # the operator's own triangle, beside the bias
+        # the operator's own triangle, with the bias
         self.is_causal = has_bias_alone and covers_all and found[0].is_causal and not in_blocks
         self.hides_keys = problem.has_row_ranges or not (problem.mask.is_full or self.is_causal)
         self.low: Tensor | None = None  # the interval of each query, see `ScoreModifiers.intervals`
@@ -86,7 +86,7 @@ class RowMasks:
         return (int(low[seen].min()), int(high[seen].max())) if bool(seen.any()) else None
 
     def mask(self, queries: Range, keys: Range) -> Tensor | None:
-        """(entries or 1, query heads or 1, queries or 1, keys or 1), beside `is_causal`; None if it would be 0.
+        """(entries or 1, query heads or 1, queries or 1, keys or 1), with `is_causal`; None if it would be 0.
 
         It is a view of the bias or of `_band`, or a buffer that the next mask overwrites.
         """

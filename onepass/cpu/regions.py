@@ -37,8 +37,8 @@ class Region(NamedTuple):
 def regions(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[Region, ...]:
     """Regions that hold each visible pair once, for a mask without a left side.
 
-    All queries with keys are in the first region. A second one gives them more keys, and comes in where the first query
-    with keys sees several: with more keys than queries, a causal mask is a rectangle beside a triangle.
+    All queries with keys are in the first region. A second one gives them more keys, and is needed when the first query
+    with keys sees several: with more keys than queries, a causal mask is a rectangle next to a triangle.
     """
     if not seqlen_q or not seqlen_k:
         return ()

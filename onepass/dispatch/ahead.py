@@ -95,6 +95,6 @@ def start_early() -> None:
         return
     from ..kernels.compiler import disk_cache, pool
 
-    with contextlib.suppress(OSError):  # the directory of another user
-        if pool.others_can_help() and not any(disk_cache.cache_directory().glob("*.o")):
+    if pool.others_can_help() and not any(disk_cache.cache_directory().glob("*.o")):
+        with contextlib.suppress(OSError):  # without processes or files for them, kernels are compiled at their calls
             pool.start_early(EARLY_WORKERS)

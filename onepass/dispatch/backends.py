@@ -29,7 +29,7 @@ class Backend(NamedTuple):
         backward: module with backward(problem, inputs, out, lse, dout, dlse) -> (dq, dk, dv, dsinks), and with
             gradients of the same arguments -> (dq, dk, dv, dsinks, dslopes, dbias). Another backend may compute the
             gradients of a forward: out and lse have the same meaning in all backends.
-        description: words for people.
+        description: human-readable text.
         has_kernels: whether the backend compiles kernels, and takes a configuration.
     """
 

@@ -63,7 +63,7 @@ def attention(
             device in that state.
         softcap, softmax_scale, deterministic, return_lse, precision, backend: as in `onepass.attention`.
 
-    Returns: out, in q's shape with head_dim_v in place of head_dim, or AttentionOutput(out, lse) with lse
+    Returns: out, in q's shape with head_dim_v columns, or AttentionOutput(out, lse) with lse
     (batch, num_heads_q, plan.num_local_tokens), or (num_heads_q, plan.num_local_tokens) for packed sequences.
 
     Raises: TypeError, ValueError or NotImplementedError before any message is sent, with what was expected and given;
@@ -194,7 +194,7 @@ def out_rows(call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | 
     if not queries_travel(plan):
         found = {"dout": dout, "lse": lse, "out": out}
         return found if dlse is None else {**found, "dlse": dlse}
-    # dout . out travels in place of out: one number in place of head_dim_v
+    # dout . out travels instead of out: one number instead of head_dim_v
     stats = lse.new_empty((*lse.shape, 2))
     stats[..., 0] = lse
     for first in range(0, lse.shape[2], HEADS_AT_A_TIME):

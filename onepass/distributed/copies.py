@@ -2,7 +2,7 @@
 
 Every rank publishes the rows that others need in memory that all GPUs of the group can address, and reads the rows of
 the others into the buffers of its steps. A copy engine moves rows with a pitch between them, so nothing is packed or
-unpacked, and it needs no multiprocessor: beside an attention kernel it costs 0.01 ms where messages of NCCL cost 0.18
+unpacked, and it needs no multiprocessor: during an attention kernel it costs 0.01 ms where messages of NCCL cost 0.18
 (docs/lab/2026-11-25-messages.md). What is published is a second copy of the rank's own rows.
 """
 

@@ -35,7 +35,7 @@ class Hardware:
             were measured where a call of `onepass.attention` takes 60 us of the host's time.
         queries: the factor by which a step takes more of the host's time where rows of q travel: 1.38 and 1.36 on two
             H200 (forward, backward), 1.6 in a forward on two H100.
-        gap: seconds that each further step loses on the GPU, where kernels start and end. With two steps in place of
+        gap: seconds that each further step loses on the GPU, where kernels start and end. With two steps instead of
             one, forwards on two H200 took 0.1 to 0.9 ms more, although more of the messages were hidden.
     """
 

@@ -197,7 +197,7 @@ def decode(
 def _check(plan: ContextPlan, inputs: DecodeInputs) -> None:
     """Check what is given for the whole sequence, and the shapes of this rank's caches.
 
-    The local call, which knows nothing of other ranks' tokens, checks all else.
+    The local call, which does not see other ranks' tokens, checks all else.
     """
     q, k_cache, v_cache = inputs[:3]
     page_table, is_packed = inputs.page_table, inputs.cu_seqlens_q is not None
@@ -377,7 +377,7 @@ def _rotated(
 
 
 def _readable_pages(inputs: DecodeInputs) -> Tensor | None:
-    """The page table of the local call, which has ranges in place of seqstart_k, and so reads all entries.
+    """The page table of the local call, which has ranges instead of seqstart_k, and so reads all entries.
 
     In the given table, pages that hold only keys before seqstart_k may be any number.
     """

@@ -45,7 +45,7 @@ def _cut(total: int, count: int, index: int) -> int:
 
 
 def _runs(pieces: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
-    """Ascending runs, of which none is empty and no two touch."""
+    """Ascending runs; none is empty, and no two touch."""
     runs: list[Run] = []
     for start, stop in sorted(pieces):
         if start == stop:

@@ -221,7 +221,7 @@ class ContextPlan:
         return [own if candidate.engine == self.engine else candidate for candidate in found]
 
     def describe(self, hardware: Hardware | None = None) -> str:
-        """Work, bytes and balance of each rank, and the estimate of each engine, of which one was chosen, as text.
+        """Work, bytes and balance of each rank, and the estimate of each engine, with the chosen one marked, as text.
 
         Args:
             hardware: None = the plan's own.
@@ -272,7 +272,7 @@ def plan(
             deal the heads among themselves, and gather keys from the others. None = the fastest by the estimate that
             `describe` shows.
         chunks: about how many equal steps the heads are cut into, so that messages of one step travel while another one
-            is computed, and only three steps need memory. None = at most 16, of which the first and the last may be
+            is computed, and only three steps need memory. None = at most 16; the first and the last may be
             shorter: of the ways that are within 2 % of the fastest by the estimate, the one whose largest step is the
             smallest.
         training: True chooses by the time of a forward and a backward, False by the time of a forward alone. Gradients
@@ -495,7 +495,7 @@ def _widths(engine: Any, num_ranks: int) -> list[int]:
 
 def _best_layout(steps: Sequence[Step], num_ranks: int, is_packed: bool, mask: Mask) -> LayoutName:
     """The contiguous layout where every rank has all queries or all tokens have equal work, else a balanced one."""
-    if all(step.width == num_ranks for step in steps) or num_ranks == 1:
+    if all(step.width == num_ranks for step in steps):
         return "contiguous"
     if is_packed:
         return "balanced"

@@ -16,7 +16,7 @@ LEAST_KEYS = 128
 WORKSPACE_BYTES = 256 * 2**20
 FEW_PARTIALS = 8  # partials of a row that the merge gives to one warp
 # Estimates that `choose_num_splits` counts with.
-OVERHEAD_STEPS = 1.5  # steps of a thread block beside those for its keys: the first loads, the end
+OVERHEAD_STEPS = 1.5  # steps of a thread block besides those for its keys: the first loads, the end
 MERGE_STEPS = 0.5  # steps for a thread block's partials: 16 rows of float32 written and read; a step has 64 of K and V
 # On an H200 with one query of 32 heads over 131072 keys of 32 and 264 slots, 13 splits, whose second wave is 58 percent
 # full, take 490 us, 12 splits (45 percent) 493, 8 (one wave) 474, and 16 (94 percent) 477 (h200-decode-splits.json).
@@ -48,7 +48,7 @@ class Splits(NamedTuple):
 BY_LENGTH = -1
 # Tiles of a thread block, if sequences are cut by their lengths: with equal splits, half of one is lost in the end.
 SPLITS_PER_CTA = 4
-LEAST_SPLIT_BLOCKS = 8  # blocks of 64 or 128 keys: beside its keys, a tile takes as long as 4 of them
+LEAST_SPLIT_BLOCKS = 8  # blocks of 64 or 128 keys: besides its keys, a tile takes as long as 4 of them
 
 
 def blocks_per_split(key_blocks: Any, num_heads: Any, num_ctas: Any) -> Any:
@@ -128,7 +128,7 @@ def choose_num_splits(
         slots: thread blocks that the GPU runs at the same time.
         bytes_per_split: bytes of workspace.
         block_keys: keys of a step of a thread block.
-        overhead_steps: steps of a thread block beside those for its keys.
+        overhead_steps: steps of a thread block besides those for its keys.
         least_share: share of the slots, see below.
 
     The model: a thread block takes its steps and overhead_steps more, and each wave of `slots` thread blocks takes that

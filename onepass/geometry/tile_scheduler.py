@@ -18,7 +18,7 @@ its 3 m_blocks); with sections of arbitrary size it was up to 40.
 
 Packed sequences have their lengths on the device only. Their tiles are numbered sequence after sequence, and a thread
 block finds the sequence of a number by adding up the tiles of the sequences before it (blocks/tiles/packed.py, 32
-sequences at a time). The host knows a bound for their number.
+sequences at a time). The host has a bound for their number.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 transformers calls the function before the layers. It may wait for the device once, to learn whether padding is on one
 side; the layers then need no mask and wait for nothing. Under torch.compile, and while a CUDA graph is captured, it
-does not wait, and its result says of each key whether the key is real.
+does not wait, and its result says whether each key is real.
 """
 
 from __future__ import annotations

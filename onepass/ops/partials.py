@@ -39,7 +39,7 @@ torch.library.register_vmap(qualified("merge_partials"), attention.refuse_vmap)
 
 
 def merges_in_one_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:
-    """Whether the merge kernel runs in place of `merge_in_torch`.
+    """Whether the merge kernel runs instead of `merge_in_torch`.
 
     It runs on a GPU, for calls that are neither traced nor mapped nor differentiated.
     """

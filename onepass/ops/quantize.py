@@ -1,4 +1,4 @@
-"""Quantized tensors in place of q, k and v, made by one kernel or in plain PyTorch."""
+"""Quantized tensors instead of q, k and v, made by one kernel or in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .autocast import without_autocast
 
 @dataclass(frozen=True, eq=False)
 class QuantizedQKV:
-    """Q, K and V in e4m3 with their descales, in place of q, k and v of a call: real value = stored value * descale.
+    """Q, K and V in e4m3 with their descales, instead of q, k and v of a call: real value = stored value * descale.
 
         onepass.attention(onepass.quantize_fp8(q, k, v), causal=True)
 

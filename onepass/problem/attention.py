@@ -63,7 +63,7 @@ V_KEYS = 64  # in `fp8.keys_last` the keys of a sequence begin and end at multip
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the tensors of an FP8 call are quantized, beside their sizes.
+    """How the tensors of an FP8 call are quantized, besides their sizes.
 
     Attributes:
         out_dtype: dtype of out.
@@ -258,7 +258,7 @@ class AttentionProblem:
 
     @property
     def text(self) -> str:
-        """The problem in a line, for people."""
+        """The problem in a human-readable line."""
         pairs = (self.num_heads_q, self.num_heads_kv), (self.head_dim, self.head_dim_v)
         heads, head_dim = (f"{a}" if a == b else f"{a}/{b}" for a, b in pairs)
         left, right = self.mask.window_left, self.mask.window_right

@@ -137,7 +137,7 @@ class DecodeProblem:
     """One call of attention over a cache, without its data.
 
     Attributes:
-        attention: the call as attention over all positions of the cache, of which `seqused_k` are filled.
+        attention: the call as attention over all positions of the cache; `seqused_k` of them are filled.
         page_size: keys of a page, if rows of the cache are found through a page table; None: there is no page table.
         num_splits: number of splits of each sequence's keys; None: the backend chooses.
         split_size: keys of a split, counted from the first key on; None: the splits of a sequence have equal lengths.

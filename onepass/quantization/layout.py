@@ -18,7 +18,7 @@ def keys_last_in_torch(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     else:
         position, exists, length = _key_positions(v.shape[0], cu_seqlens_k)
         padded = v.new_zeros(*v.shape[1:], length + 1, dtype=torch.uint8)
-        # rows that belong to no sequence go to one extra column, which is cut off
+        # rows that belong to no sequence go to one extra column, which is dropped
         padded[..., torch.where(exists, position, length)] = v.view(torch.uint8).permute(1, 2, 0)
         padded = padded[..., :length]
     runs = padded.unflatten(-1, (-1, 2, 4, 2))  # (.., run, h, q, e)

@@ -57,7 +57,7 @@ class Scale(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The error of one tensor against float64, beside its budget.
+    """The error of one tensor against float64, with its budget.
 
     Attributes:
         error, budget, where: the largest error, its limit, and the index of its element.
@@ -177,7 +177,7 @@ def worst_scale(
         deviation: the deviation of the error of each element, independent of all others.
         floor: the deviation of an error that may hit all elements of a row alike; broadcast to the same shape.
         lost: what may be missing from each element, in all of them alike.
-        bar: by how much every block may be off beside its noise.
+        bar: by how much every block may be off in addition to its noise.
     """
     if not oracle.numel() or not (unit := float(oracle.abs().max())):
         return Scale()
@@ -254,7 +254,7 @@ FP8_STEP = 32
 FP8_CUT = 2.0**-12
 # Each row's largest probabilities make most of its noise, and a block may be a single row with a single one.
 FP8_DEVIATIONS = 4.0
-# By how much a block of rows may be off in scale beside its noise: sums of P V in two levels lose up to 0.35 %.
+# By how much a block of rows may be off in scale in addition to its noise: sums of P V in two levels lose up to 0.35 %.
 FP8_SCALE_BAR = 1e-2
 # The least and the largest quotient of a P that is computed by integers (p_codes of ForwardConfigSm90) and the exact P.
 # The code u of P = 2^k (1 + m / 8) stands for all P with 8 log2(P) + 0.035 from u to u + 1.
@@ -290,7 +290,7 @@ def fp8_budget(
     loses what its products have below 2^-12 of the largest (a bit more, since the descales are no powers of two), and
     as much again of the accumulator. A row's lse moves by the mean of what its scores move by, weighted by its
     probabilities. P V is summed over the keys of one step only (`two_level_sums`). It loses up to 0.03 percent by the
-    same rule (128 keys, V of mean 1), and has no term beside the 2^-4 of the rounding of P.
+    same rule (128 keys, V of mean 1), and has no term but the 2^-4 of the rounding of P.
 
     Args:
         q, k, v: dequantized, dense, with the columns of q and k in the order in which they are summed.
@@ -340,7 +340,7 @@ def fp8_budget(
 
 
 def _cut_scores(q: Tensor, k: Tensor) -> Tensor:
-    """How much of q.k tensor cores may cut off, (batch, heads, seqlen_q, seqlen_k)."""
+    """How much of q.k tensor cores may truncate, (batch, heads, seqlen_q, seqlen_k)."""
     q, k = (x.double().transpose(1, 2) for x in (q, k))
     return torch.cat([_cut_rows(rows, k) for rows in q.split(32, 2)], 2)
 

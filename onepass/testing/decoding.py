@@ -1,6 +1,6 @@
 """Random calls of `attention_decode` over all options, each repeatable from its seed, and their expected results.
 
-The oracle knows nothing of caches: it gathers the keys of each sequence and calls `reference.attention`.
+The oracle has no caches: it gathers the keys of each sequence and calls `reference.attention`.
 """
 
 from __future__ import annotations

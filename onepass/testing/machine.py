@@ -99,7 +99,7 @@ def _gpu(device: str) -> dict[str, Any]:
         "l2_bytes": properties.L2_cache_size,
     }
     fields = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
-    # nvidia-smi numbers GPUs by itself: ask for the one that torch sees by its uuid
+    # nvidia-smi has its own numbers of GPUs: ask for the one that torch sees by its uuid
     query = f"--query-gpu={','.join(fields)}"
     answer = _run("nvidia-smi", f"--id=GPU-{properties.uuid}", query, "--format=csv,noheader")
     if answer:

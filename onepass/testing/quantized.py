@@ -9,7 +9,7 @@ from ..ops.quantize import QuantizedQKV
 from ..quantization.layout import keys_first
 
 NAN_CODE = 0x7F
-# Sums in another order, whose last bits tensor cores cut off, differ by up to about 2^-18 of the largest term. So do
+# Sums in another order, whose last bits tensor cores truncate, differ by up to about 2^-18 of the largest term. So do
 # scales, and a value that lies as near to the middle between two e4m3 numbers, 2^-4 apart, rounds the other way.
 SCALE_OFF = 2.0**-17
 SHARE_OFF = 1e-3

@@ -53,7 +53,7 @@ FP8_METHODS: dict[str, tuple[dict[str, Any], float | None]] = {
 }
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 BASELINE, ONEPASS = list(FP8_METHODS)[:2]
-# the paper's figures beside standard attention and beside onepass
+# the paper's figures for standard attention and for onepass
 _PAPER_16 = {"float16": (3.2e-4, 1.9e-4), "bfloat16": (None, None)}
 
 

@@ -12,7 +12,7 @@ KEPT_BITS = 13  # below the largest one's first
 def e4m3_matmul(a: Tensor, b: Tensor, sum_length: int | None = None) -> Tensor:
     """a @ b as the FP8 tensor cores of Hopper compute it.
 
-    Each instruction takes 32 products and the sum so far, aligns all 33 with the largest of them, cuts off what lies
+    Each instruction takes 32 products and the sum so far, aligns all 33 with the largest of them, truncates what lies
     more than 13 bits below the first bit of the largest (towards zero) and adds the rest exactly. So a sum of many
     products of one sign loses more of each new product the larger it has become, and stops growing in the end.
 

@@ -238,7 +238,7 @@ def _backward_group(
                 tile = p.view(*modifiers.shape, m.m_end - m.m_start, n_end - n_start)
                 pairs, has_terms = modifiers.modify_scores_(tile, pairs, queries, keys)
             if not fixed_reference:
-                # no visible score passes its row's lse; what a hidden one would overflow to is cut off
+                # no visible score passes its row's lse; what a hidden one would overflow to is clamped
                 p.sub_(m.lse).clamp_(lowest, 0.0)
             elif has_terms:
                 p.clamp_(min=lowest)  # a term may be as low as it likes

@@ -29,7 +29,7 @@ def merge_in_torch(
     total = weights.sum(0)
     is_empty = total == 0
     if sinks is not None:
-        # beside an infinite sink no other term counts; and inf - inf would be NaN
+        # next to an infinite sink no other term counts; and inf - inf would be NaN
         sink_weight = torch.where(sinks == torch.inf, 1.0, torch.exp(sinks - row_max))
         is_empty = is_empty & (sink_weight == 0)
         total = total + sink_weight

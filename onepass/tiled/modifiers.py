@@ -154,7 +154,7 @@ class ScoreModifiers:
         if self.bias is not None:
             tile = self.bias_tile(self.bias, queries, keys)
             lowest, highest = (float(x) for x in torch.aminmax(tile))
-            if not lowest > -torch.inf:  # or NaN, which may stand beside it
+            if not lowest > -torch.inf:  # or NaN, which may stand next to it
                 by_bias = tile == -torch.inf
                 hidden = by_bias if hidden is None else hidden | by_bias
                 tile = tile.masked_fill(by_bias, 0.0)

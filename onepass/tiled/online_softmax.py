@@ -26,7 +26,7 @@ from .mask import TilePairs, fill_hidden, zero_hidden
 
 # The reference exists to keep exp(s - m) away from overflow and underflow, and scores of ordinary size need none: with
 # m = 0 the sums themselves tell afterwards whether all was well. Every term is positive, so row_sum <= 1e10 means that
-# none was larger, and row_sum >= 1e-3 that the largest of n terms was at least 1e-3 / n: terms that underflowed beside
+# none was larger, and row_sum >= 1e-3 that the largest of n terms was at least 1e-3 / n: terms that underflowed next to
 # it (below 1e-38) are 1e-35 n of it, far below float32's 6e-8.
 SAFE_ROW_SUM = (1e-3, 1e10)
 # Scores known beforehand to lie in [-23, 23] cannot overflow either: exp(23) = 1e10.
@@ -37,7 +37,7 @@ def log_tiny(dtype: torch.dtype) -> float:
     """A floor for exponents just above the logarithm of the smallest normal number.
 
     exp and GEMMs are up to 200 times slower on denormal numbers (measured on a CPU with AVX-512), and a probability
-    of 2e-38 is nothing beside its row's maximum of 1.
+    of 2e-38 is negligible compared with its row's maximum of 1.
     """
     return math.log(torch.finfo(dtype).tiny) + 0.5
 

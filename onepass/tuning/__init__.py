@@ -39,7 +39,7 @@ def tune(
         print(found.config, found.speedup)
 
     For each pass there are at most 24 candidates: the heuristics' choice, the other rows of the heuristics' tables, and
-    the choice's neighbours. They are compiled in parallel, run on random data, compared with the results of the
+    the choice's neighbors. They are compiled in parallel, run on random data, compared with the results of the
     heuristics' choice, and timed in turns. A candidate replaces the heuristics' choice only where it is faster by more
     than 1 %, by more than the noise of the same run, and in four rounds of five. It is kept in `tuned.json` in the
     cache directory, for this GPU, the same kernel, and lengths and numbers of rows up to the next power of two. With

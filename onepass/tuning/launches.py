@@ -17,7 +17,7 @@ from ..kernels.heuristics.tuned import Direction
 from ..problem import AttentionInputs, AttentionProblem
 from .timing import CudaSampler, Sampler, input_copies
 
-MAX_COPIES = 4  # copies of the inputs hold memory beside the results of every configuration
+MAX_COPIES = 4  # copies of the inputs hold memory besides the results of every configuration
 
 
 class Launches:

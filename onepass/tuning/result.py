@@ -23,7 +23,7 @@ class Task(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The task in words."""
+        """The task as text."""
         return f"{self.direction} {self.backend}, {summary(self.problem)}"
 
 
@@ -56,7 +56,7 @@ class TuningResult:
         backend: the name of the backend whose kernels were timed.
         problem: the problem that was timed.
         gpu: the name of the GPU.
-        key: the problems that the choice is used for, in words.
+        key: the problems that the choice is used for, as text.
         config: the choice: the heuristics' unless another is faster beyond the noise.
         heuristic: the heuristics' choice.
         speedup: the speed of config over heuristic, the median of the final's rounds; 1.0 where they are the same.
@@ -122,7 +122,7 @@ def changes(usual: LaunchConfig, config: LaunchConfig) -> str:
 
 
 def summary(problem: AttentionProblem) -> str:
-    """The problem in words."""
+    """The problem as text."""
 
     def pair(a: int, b: int, sign: str = "/") -> str:
         return f"{a}" if a == b else f"{a}{sign}{b}"

@@ -1,4 +1,4 @@
-"""The configurations worth timing: the heuristics' choice, its relatives in their tables, and its neighbours."""
+"""The configurations worth timing: the heuristics' choice, its relatives in their tables, and its neighbors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Values = Sequence[Any]
 
 
 class Space(NamedTuple):
-    """The neighbourhood of a configuration.
+    """The neighborhood of a configuration.
 
     Attributes:
         sizes: the values of fields that belong together: tiles, warps, buffers. They are combined with each other.

@@ -128,7 +128,7 @@ def _check_cache_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
 
 
 def check_packed_queries(inputs: DecodeInputs) -> None:
-    """Check cu_seqlens_q, and refuse new keys and rotary positions beside it."""
+    """Check cu_seqlens_q, and refuse new keys and rotary positions with it."""
     cu_seqlens_q = inputs.cu_seqlens_q
     check_int32("cu_seqlens_q", cu_seqlens_q, ("batch + 1",), "one more offset than sequences", inputs.q.device)
     assert cu_seqlens_q is not None
@@ -138,7 +138,7 @@ def check_packed_queries(inputs: DecodeInputs) -> None:
         given = getattr(inputs, name)
         if given is not None:
             raise UnsupportedError(
-                f"{name}: expected None beside cu_seqlens_q (packed queries are rotated, and keys appended, before "
+                f"{name}: expected None with cu_seqlens_q (packed queries are rotated, and keys appended, before "
                 f"the call), got {type(given).__name__}"
             )
 
@@ -209,7 +209,7 @@ def check_rotary(inputs: DecodeInputs) -> None:
 
 
 def check_rotary_positions(inputs: DecodeInputs) -> None:
-    """Check rotary_positions_q and rotary_positions_k beside what they rotate."""
+    """Check rotary_positions_q and rotary_positions_k against what they rotate."""
     if inputs.rotary_positions is None:
         return
     for name, positions, rows, needed in (
@@ -229,7 +229,7 @@ def _check_splits(num_splits: Any, split_size: Any, capacity: int) -> tuple[int 
         for name, value in (("num_splits", num_splits), ("split_size", split_size))
     )
     if num_splits is not None and split_size is not None:
-        raise ValueError(f"split_size: expected None beside num_splits, got {split_size}")
+        raise ValueError(f"split_size: expected None with num_splits, got {split_size}")
     if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits: expected 1 to {MAX_SPLITS} (None = chosen), got {num_splits}")
     if split_size is not None and (split_size < 1 or split_size % SPLIT_UNIT):

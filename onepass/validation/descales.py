@@ -16,7 +16,7 @@ def check_descales(inputs: DecodeInputs, kv_block: int | None) -> None:
         for name, value in (descales | {"kv_block": kv_block}).items():
             if value is not None:
                 given = value if name == "kv_block" else type(value).__name__
-                raise ValueError(f"{name}: expected None beside a cache of {inputs.k_cache.dtype}, got {given}")
+                raise ValueError(f"{name}: expected None with a cache of {inputs.k_cache.dtype}, got {given}")
         return
     _check_kv_block(inputs, kv_block)
     if all(descale is None for descale in descales.values()):

@@ -102,19 +102,18 @@ def check_dequantize(quantized: QuantizedQKV, cu_seqlens_q: Any, cu_seqlens_k: A
             continue
         check_tensor(name, offsets, "an int32 torch.Tensor")
         if not is_packed:
-            raise ValueError(f"{name}: expected None beside tensors that are not packed, got a tensor")
+            raise ValueError(f"{name}: expected None with tensors that are not packed, got a tensor")
         if offsets.dim() != 1 or offsets.shape[0] < 1:
             raise ValueError(f"{name}: expected shape (batch + 1,), got {shape_of(offsets)}")
         batch = offsets.shape[0] - 1
         check_int32(name, offsets, (batch + 1,), "batch + 1", quantized.q.device)
+        v = quantized.v
+        if quantized.v_keys_last and name == "cu_seqlens_k":
+            v = _v_stand_in(quantized.k, v, batch)
         for descale_name, t, block in (
             ("q_descale", quantized.q, quantized.q_block),
             ("k_descale", quantized.k, quantized.kv_block),
-            (
-                "v_descale",
-                _v_stand_in(quantized.k, quantized.v) if quantized.v_keys_last else quantized.v,
-                quantized.kv_block,
-            ),
+            ("v_descale", v, quantized.kv_block),
         ):
             if (descale_name == "q_descale") == (name == "cu_seqlens_q"):
                 _check_descale(descale_name, getattr(quantized, descale_name), t, block, batch)
@@ -183,7 +182,7 @@ def check_quantized_call(
     """The problem of a call of `attention` or, with cu_seqlens, `attention_varlen` with a `QuantizedQKV`."""
     for name, value in (("k", k), ("v", v), ("precision", precision)):
         if value is not None:
-            raise TypeError(f"{name}: expected None beside a QuantizedQKV, got {type(value).__name__}")
+            raise TypeError(f"{name}: expected None with a QuantizedQKV, got {type(value).__name__}")
     is_packed = "cu_seqlens_q" in options
     cu_seqlens_q, cu_seqlens_k = (options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
     max_seqlens = (options.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k"))

@@ -74,7 +74,7 @@ def check_modifiers(
             "alibi_slopes", slopes, ((batch,), (heads,)) if dims == 2 else ((heads,),), q.device, (torch.float32,)
         )
     if bias is not None:
-        # with positions a row for each position, of which there may be any number
+        # with positions a row for each position; there may be any number of them
         bias_rows = None if positions is not None else (1, rows)
         columns = None if num_keys is None else (1, num_keys)
         check_sizes(
@@ -85,7 +85,7 @@ def check_modifiers(
             SUPPORTED_DTYPES,
         )
         if bias_rows is None and rows and not bias.shape[-2]:
-            raise ValueError(f"bias: expected at least 1 row beside q_positions, got shape {shape_of(bias)}")
+            raise ValueError(f"bias: expected at least 1 row with q_positions, got shape {shape_of(bias)}")
         if columns is None and has_keys and not bias.shape[-1]:
             raise ValueError(f"bias: expected at least 1 column, got shape {shape_of(bias)}")
     return Modifiers(*(given[name] for name in NAMES)), dropout_p

@@ -40,9 +40,9 @@ def check_tensor(name: str, t: Any, expected: str = "a torch.Tensor") -> torch.T
 
 
 def tensor_of_shape(name: str, shape: Sequence[Any], dtype: Any, dtype_name: str = "dtype") -> torch.Tensor:
-    """A tensor on the "meta" device in place of one whose shape alone is known."""
+    """A tensor on the "meta" device for one whose shape alone is known."""
     if not isinstance(dtype, torch.dtype):
-        shape_given = f"beside the shape {tuple(shape)} of {name}"
+        shape_given = f"with the shape {tuple(shape)} of {name}"
         raise TypeError(f"{dtype_name}: expected a torch.dtype {shape_given}, got {dtype!r}")
     sizes = [check_int(name, size, "a shape of int", least=0) for size in shape]
     if math.prod(sizes) > LARGEST_TENSOR:
@@ -115,7 +115,7 @@ def check_int32(name: str, t: Any, shape: tuple[int | str, ...], meaning: str, d
     """Check an int32 tensor of lengths, offsets or page numbers.
 
     Args:
-        shape: its sizes, with a name in place of a size that is free. meaning: words about the shape for the message.
+        shape: its sizes, with a name for a size that is free. meaning: words about the shape for the message.
     """
     check_tensor(name, t, "an int32 torch.Tensor")
     if t.dtype != torch.int32:
@@ -138,9 +138,9 @@ def check_float32(name: str, t: Any, device: torch.device, expected: str = "a fl
 
 
 def check_sinks(sinks: Any, q: torch.Tensor) -> None:
-    """Check sinks beside a checked q: floating point, one per query head."""
+    """Check sinks against a checked q: floating point, one per query head."""
     check_tensor("sinks", sinks)
-    if not sinks.dtype.is_floating_point or sinks.dtype not in SUPPORTED_DTYPES:
+    if sinks.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"sinks: expected a floating-point dtype, got {short_name(sinks.dtype)}")
     if sinks.device != q.device:
         raise ValueError(f"sinks: expected device {q.device} like q, got {sinks.device}")

@@ -91,9 +91,9 @@ def test_names():
     answer = onepass.supports(**tensors(), seqused_k=None)
     assert not answer.ok
     assert answer.reason.startswith("supports: attention_decode has no argument seqused_k; seqused_k: it is")
-    with pytest.raises(TypeError, match="warmup: expected v_cache beside the other arguments of attention_decode"):
+    with pytest.raises(TypeError, match="warmup: expected v_cache with the other arguments of attention_decode"):
         onepass.warmup([{n: t for n, t in CALL.items() if n != "v_cache"}])
-    with pytest.raises(TypeError, match=r"dtype: expected a torch\.dtype beside the shape \(4, 1, 32, 128\) of q"):
+    with pytest.raises(TypeError, match=r"dtype: expected a torch\.dtype with the shape \(4, 1, 32, 128\) of q"):
         onepass.warmup([{n: t for n, t in CALL.items() if n != "dtype"}])
 
 

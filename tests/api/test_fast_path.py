@@ -96,8 +96,24 @@ def test_fp8_tensors(is_packed, count_operator):
     for _ in range(2):
         function(centered, **offsets, return_lse=True)
     assert count_operator == [5]
-    with pytest.raises(TypeError, match=r"k: expected None beside a QuantizedQKV"):
+    with pytest.raises(TypeError, match=r"k: expected None with a QuantizedQKV"):
         function(quantized, k, **offsets, return_lse=True)
+
+
+@pytest.mark.parametrize("name", ["q_block", "kv_block"])
+def test_fp8_tensors_with_blocks_of_another_size(name):
+    """100 rows are two blocks of 64 rows, or of 60, and the descales have one shape either way."""
+    q, k, v = (torch.randn(1, 100, 2, 16).half() for _ in range(3))
+    quantized = onepass.quantize_fp8(q, k, v)
+    factors = {f"{t}_descale": getattr(quantized, f"{t}_descale") * torch.tensor([1.0, 4.0]) for t in "qkv"}
+    kinds = [replace(quantized, **factors, **{"q_block": 64, "kv_block": 64, name: size}) for size in (64, 60)]
+    outs = [onepass.attention(kind) for kind in kinds]
+    assert not torch.equal(*outs)
+    for kind, out in zip(kinds, outs, strict=True):
+        assert torch.equal(onepass.attention(kind), out)
+    fast_path.forget()
+    for kind, out in zip(reversed(kinds), reversed(outs), strict=True):
+        assert torch.equal(onepass.attention(kind), out)
 
 
 def test_fp8_tensors_of_equal_shapes(count_operator):
@@ -430,6 +446,20 @@ def test_max_seqlen_is_a_hint_and_does_not_prevent_the_fast_path(max_seqlen, cou
     assert count_operator == [1]
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_a_bad_hint_is_refused_by_a_repeated_call(name, in_fp8):
+    call = packed()
+    cut = {key: t for key, t in call.items() if key.startswith("cu_seqlens")}
+    if in_fp8:
+        call = {"q": onepass.quantize_fp8(call["q"], call["k"], call["v"], **cut)} | cut
+    for _ in range(2):
+        onepass.attention_varlen(**call)
+    assert fast_path.num_kept() == 1
+    with pytest.raises(TypeError, match=f"^{name}: expected"):
+        onepass.attention_varlen(**call, **{name: "7"})
+
+
 def test_a_dropout_of_0_is_none():
     for function, given in ((onepass.attention, tensors()), (onepass.attention_varlen, packed())):
         same(function(**given, dropout_p=0), function(**given))
@@ -498,6 +528,23 @@ def test_where_the_operator_runs(case, count_operator):
         FIRST_CALLS[case](*tensors().values())
         assert count_operator == [n]
     assert fast_path.num_kept() == 2  # such calls leave no forward for other calls, either
+
+
+def test_no_call_on_the_meta_device_is_kept():
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k, lengths, offsets = meta(2, 1, 4, 16), meta(2, 9, 2, 16), meta(2, dtype=INT32), meta(3, dtype=INT32)
+    new = {"k_new": meta(2, 1, 2, 16), "v_new": meta(2, 1, 2, 16)}
+    cut = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    for _ in range(2):
+        assert onepass.attention(q, k, k, causal=True).shape == q.shape
+        assert onepass.attention(q, k, k, precision="fp8").shape == q.shape
+        assert onepass.attention(onepass.quantize_fp8(q, k, k)).shape == q.shape
+        assert onepass.attention_varlen(q[:, 0], k[0], k[0], **cut).shape == (2, 4, 16)
+        assert onepass.attention_decode(q, k, k, cache_seqlens=lengths).shape == q.shape
+        assert onepass.attention_decode(q, k, k, cache_seqlens=lengths, **new).shape == q.shape
+    assert fast_path.num_kept() == 0
 
 
 def test_where_it_does_not_run(count_operator):

@@ -192,6 +192,27 @@ def test_second_and_forward_mode_derivatives_are_refused_at_every_level(function
             torch.ops.onepass.attention_forward(dual, *others[:2], *[None] * 4, 0.3, *[None] * 3, False, "tiled", None)
 
 
+FORWARD_MODE = {
+    "attention": (onepass.attention, ("q", "k", "v", "sinks")),
+    "modifiers": (onepass.attention, ("q", "k", "v", "sinks", "alibi_slopes", "bias")),
+    "decode": (onepass.attention_decode, ("q", "k_cache", "v_cache", "sinks", "alibi_slopes", "bias")),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_no_tensor_has_a_derivative_in_forward_mode(name):
+    function, names = FORWARD_MODE[name]
+    sizes = {"q": (1, 3, 2, 8), "sinks": (2,), "alibi_slopes": (2,), "bias": (1, 1, 3, 5)}
+    given = {key: torch.ones(sizes.get(key, (1, 5, 2, 8))) for key in names}
+    lengths = {"cache_seqlens": torch.tensor([5], dtype=torch.int32)} if name == "decode" else {}
+    function(**given, **lengths)
+    for key, t in given.items():
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(t, torch.ones_like(t))
+            with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+                function(**given | {key: dual}, **lengths)
+
+
 def test_vmap_is_refused_and_the_message_names_the_way_round():
     q, *others = leaves()
     with pytest.raises(NotImplementedError, match=r"cannot run under torch\.vmap.*jacrev.*chunk_size=1"):

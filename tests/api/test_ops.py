@@ -275,6 +275,17 @@ def test_workspace_of_inference_mode_serves_a_training_step(monkeypatch):
     assert leaves[0].grad is not None
 
 
+def test_a_small_workspace_outlives_a_call_and_a_large_one_does_not(monkeypatch):
+    monkeypatch.setattr(scratch, "_kept", threading.local())
+    buffers, count = scratch.Scratch(torch.empty(0), torch.float32), scratch.KEPT_BYTES // 4
+    small, _ = buffers.empty("small", count), buffers.empty("large", count + 1)
+    assert set(scratch._kept.buffers[torch.float32]) == {"small"}
+    again = scratch.Scratch(torch.empty(0), torch.float32)
+    assert again.empty("small", 2, 3).data_ptr() == small.data_ptr()
+    assert again.empty("small", count + 1).numel() == count + 1
+    assert scratch.Scratch(torch.empty(0), torch.float64).empty("small", 2).dtype == torch.float64
+
+
 def test_flops_are_counted():
     q, k, v = qkv(2, 16, requires_grad=True)
     with FlopCounterMode(display=False) as counter:

@@ -69,6 +69,9 @@ def test_no_tokens():
         hidden_states(3, 4, 2), torch.zeros(3, 4).int()
     )
     assert (packed.shape, cu_seqlens.tolist(), longest) == ((0, 2), [0], 0)
+    for function in (unpad_input, unpad_input_for_concatenated_sequences):
+        packed, _, cu_seqlens, longest, *_ = function(torch.ones(0, 4, 2), torch.zeros(0, 4).int())
+        assert (packed.shape, cu_seqlens.tolist(), longest) == ((0, 2), [0], 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -94,6 +97,11 @@ def test_gradients(dtype):
     [
         (lambda: unpad_input(torch.ones(3, 4, 2), torch.ones(3, 5)), r"attention_mask: expected shape .* got \(3, 5\)"),
         (lambda: unpad_input(torch.ones(3, 4, 2), MASK, MASK[:2]), "unused_mask: expected shape"),
+        (lambda: unpad_input(torch.ones(3, 4, 2), MASK[..., None]), "attention_mask: expected shape"),
+        (
+            lambda: unpad_input_for_concatenated_sequences(torch.ones(3, 4), MASK.T),
+            "attention_mask_in_length: expected",
+        ),
         (lambda: index_first_axis(torch.ones(3), torch.tensor([0])), "input: expected at least 2 dimensions"),
         (lambda: index_first_axis(torch.ones(3, 2), torch.tensor([[0]])), "indices: expected 1 dimension"),
         (lambda: pad_input(torch.ones(3, 2), torch.tensor([0]), 1, 4), "values: expected 1 rows, one per index, got 3"),
@@ -101,6 +109,25 @@ def test_gradients(dtype):
 )
 def test_refusals(call, match):
     with pytest.raises(ValueError, match=match):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: unpad_input((1,), MASK), "hidden_states"),
+        (lambda: unpad_input(torch.ones(3, 4, 2), (1,)), "attention_mask"),
+        (lambda: unpad_input(torch.ones(3, 4, 2), MASK, (1,)), "unused_mask"),
+        (lambda: unpad_input_for_concatenated_sequences((1,), MASK), "hidden_states"),
+        (lambda: unpad_input_for_concatenated_sequences(torch.ones(3, 4), (1,)), "attention_mask_in_length"),
+        (lambda: index_first_axis((1,), torch.tensor([0])), "input"),
+        (lambda: index_first_axis(torch.ones(3, 2), (0,)), "indices"),
+        (lambda: pad_input((1,), torch.tensor([0]), 1, 4), "values"),
+        (lambda: pad_input(torch.ones(3, 2), (0,), 1, 4), "indices"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_by_its_name(call, name):
+    with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor"):
         call()
 
 

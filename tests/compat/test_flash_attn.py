@@ -347,7 +347,7 @@ def test_kvcache_of_e4m3(in_pages):
             for c, new, d in zip(real, (k, v), descales.values(), strict=True)
         ]
         expect(out[b : b + 1], (q[b : b + 1], *rows), causal=True)
-    with pytest.raises(ValueError, match=r"k_descale: expected None beside a cache of torch\.float32"):
+    with pytest.raises(ValueError, match=r"k_descale: expected None with a cache of torch\.float32"):
         flash_attn.flash_attn_with_kvcache(q, *cache(), **descales)
 
 

@@ -596,7 +596,13 @@ def test_no_new_keys_may_be_given_for_one_entry_twice():
             ValueError,
             "cache_batch_idx: expected distinct entries where k",
         ),
+        (
+            {"cache_batch_idx": torch.tensor([0, -1, 2])},
+            ValueError,
+            r"cache_batch_idx: expected entries 0 to 2 of the page table, got \[0, -1, 2\]",
+        ),
         ({"k": lambda pages: pages[0, :5]}, ValueError, "k: expected memory apart from k_cache, to which new keys"),
+        ({"v": lambda pages: pages[0, :5]}, ValueError, "v: expected memory apart from k_cache, to which new keys"),
         ({"q": lambda pages: pages[:3, :2].flatten(1, 2)}, ValueError, "q: expected memory apart from k_cache"),
     ],
 )
@@ -614,6 +620,75 @@ def test_refusals_of_packed_keys_leave_the_pages_alone(changes, error, match):
     with pytest.raises(error, match=match):
         fa3.flash_attn_with_kvcache(**(call | changes))
     assert all(torch.equal(p, b) for p, b in zip(pages, before, strict=True))
+
+
+def packed_new_keys(offsets_q=(0, 1, 2, 3), offsets_new=(0, 1, 3, 5), rows=3, **changes):
+    """A call with packed queries and packed new keys over pages."""
+    count = len(offsets_q) - 1
+    call = {"q": randn(rows, 4, 8), "k": randn(5, 2, 8, seed=3), "v": randn(5, 2, 8, seed=4)}
+    call |= {"k_cache": randn(6, 7, 2, 8, seed=1), "v_cache": randn(6, 7, 2, 8, seed=2)}
+    call |= {"cu_seqlens_q": torch.tensor(offsets_q, dtype=INT32), "cache_seqlens": FILLED[:count]}
+    call |= {"cu_seqlens_k_new": torch.tensor(offsets_new, dtype=INT32)}
+    return call | {"page_table": torch.arange(2 * count, dtype=INT32).view(count, 2)} | changes
+
+
+ROTARY = {"rotary_cos": randn(16, 3, seed=7), "rotary_sin": randn(16, 3, seed=8)}
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"rotary_seqlens": torch.tensor([1, 0, 2], dtype=INT32)}])
+def test_rows_past_the_last_offset_are_zeros_where_others_are_rotated(options):
+    call = packed_new_keys(offsets_new=(0, 1, 3, 4)) | ROTARY | options
+    expected = fa3.flash_attn_with_kvcache(**call)
+    padded = packed_new_keys(offsets_new=(0, 1, 3, 4), rows=5) | ROTARY | options
+    padded["q"][:3] = call["q"]
+    found = fa3.flash_attn_with_kvcache(**padded)
+    assert torch.equal(found[:3], expected)
+    assert not found[3:].any()
+    assert torch.equal(padded["k_cache"], call["k_cache"])
+
+
+@pytest.mark.parametrize("tables", [{}, ROTARY])
+def test_packed_calls_without_sequences_or_new_keys(tables):
+    call = packed_new_keys(offsets_q=(0,), offsets_new=(0,), **tables)
+    before = call["k_cache"].clone()
+    assert not fa3.flash_attn_with_kvcache(**call).any()
+    assert torch.equal(call["k_cache"], before)
+    none = {name: torch.empty(0, 2, 8, dtype=DTYPE) for name in "kv"}
+    call = packed_new_keys(offsets_new=(0, 0, 0, 0), **none)
+    without = {name: t for name, t in call.items() if name not in ("k", "v", "cu_seqlens_k_new")}
+    assert torch.equal(fa3.flash_attn_with_kvcache(**call), fa3.flash_attn_with_kvcache(**without))
+
+
+def test_a_page_before_the_first_key_may_be_written_by_another_sequence():
+    shared = packed_new_keys(page_table=torch.tensor([[4, 1], [2, 3], [4, 5]], dtype=INT32))
+    with pytest.raises(ValueError, match="page_table"):
+        fa3.flash_attn_with_kvcache(**shared)
+    starts = torch.tensor([7, 0, 0], dtype=INT32)
+    apart = packed_new_keys(page_table=torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=INT32), cache_leftpad=starts)
+    found = fa3.flash_attn_with_kvcache(**shared, cache_leftpad=starts)
+    torch.testing.assert_close(found, fa3.flash_attn_with_kvcache(**apart))
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_packed_new_keys_beside_a_cache_that_requires_a_gradient(name):
+    call = packed_new_keys()
+    expected = fa3.flash_attn_with_kvcache(**packed_new_keys())
+    call[name].requires_grad_()
+    found = fa3.flash_attn_with_kvcache(**call)
+    assert torch.equal(found, expected)
+    with pytest.raises(NotImplementedError, match="no backward"):
+        found.sum().backward()
+    with torch.no_grad():
+        assert not fa3.flash_attn_with_kvcache(**call).requires_grad
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (14, 0), (14, 5)])
+def test_rotary_tables_of_wrong_sizes_are_refused(shape):
+    tables = dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(shape, dtype=DTYPE))
+    with pytest.raises(ValueError, match=r"rotary_cos: expected shape .* with rotary_dim up to 8, got"):
+        fa3.flash_attn_with_kvcache(**packed_new_keys(**tables))
+    with pytest.raises(ValueError, match=r"rotary_sin: expected shape \(14, 4\) like rotary_cos, got \(14, 3\)"):
+        fa3.flash_attn_with_kvcache(**packed_new_keys(rotary_cos=torch.ones(14, 4), rotary_sin=torch.ones(14, 3)))
 
 
 def test_a_number_of_queries_below_zero_is_zero():
@@ -682,6 +757,13 @@ def test_combine(leading):
     torch.testing.assert_close(into.double(), expected)
     with pytest.raises(ValueError, match="out_partial: expected 4 or 5 dimensions"):
         fa3.flash_attn_combine(outs[0, 0], lses)
+    for error, match, options in (
+        (ValueError, "out: expected shape", {"out": into[..., :4]}),
+        (TypeError, r"out: expected a torch\.Tensor", {"out": 1}),
+        (TypeError, r"out_dtype: expected a torch\.dtype or None, got 'bfloat16'", {"out_dtype": "bfloat16"}),
+    ):
+        with pytest.raises(error, match=f"^{match}"):
+            fa3.flash_attn_combine(outs, lses, **options)
     for name, options in (("out_dtype", {"out_dtype": torch.int32}), ("out", {"out": into.int()})):
         with pytest.raises(TypeError, match=rf"^{name}: expected a floating point dtype, got torch\.int32"):
             fa3.flash_attn_combine(outs, lses, **options)

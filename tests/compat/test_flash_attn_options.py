@@ -430,8 +430,9 @@ def test_kvcache_picks_rows_of_a_block_table():
         )
 
 
+@pytest.mark.parametrize("lengths", [torch.tensor([3, 7], dtype=torch.int32), 7])
 @pytest.mark.parametrize("seqlen_new", [0, 2])
-def test_lengths_beyond_a_block_table_are_a_runtime_error(seqlen_new):
+def test_lengths_beyond_a_block_table_are_a_runtime_error(seqlen_new, lengths):
     caches = [randn(6, 3, 2, 8, seed=i) for i in (1, 2)]
     before = [c.clone() for c in caches]
     new = [randn(2, seqlen_new, 2, 8)] * 2 if seqlen_new else [None, None]
@@ -439,9 +440,15 @@ def test_lengths_beyond_a_block_table_are_a_runtime_error(seqlen_new):
     with pytest.raises(
         RuntimeError, match=f"cache_seqlens: expected at most {6 - seqlen_new}, .* block_table .* got 7"
     ):
+        flash_attn.flash_attn_with_kvcache(randn(2, 1, 4, 8), *caches, *new, cache_seqlens=lengths, block_table=table)
+    with pytest.raises(RuntimeError, match=f"expected at most {6 - seqlen_new}, .* got {7 - seqlen_new}"):
         flash_attn.flash_attn_with_kvcache(
-            randn(2, 1, 4, 8), *caches, *new, cache_seqlens=torch.tensor([3, 7], dtype=torch.int32), block_table=table
+            randn(2, 1, 4, 8), *caches, *new, cache_seqlens=lengths - seqlen_new, block_table=table
         )
+    last = flash_attn.flash_attn_with_kvcache(
+        randn(2, 1, 4, 8), *caches, *[None] * 2, cache_seqlens=lengths - 1, block_table=table
+    )
+    assert last.isfinite().all()
     assert all(torch.equal(c, b) for c, b in zip(caches, before, strict=True))
 
 

@@ -5,9 +5,12 @@ import inspect
 import pytest
 import torch
 
+from onepass.api import fast_path
 from onepass.compat import flash_attn as fa
 from onepass.compat import flash_attn_3 as fa3
 from onepass.compat import flash_attn_4 as fa4
+from onepass.problem import AttentionProblem
+from onepass.problem.decode import DecodeProblem
 
 DTYPE = torch.float64
 OFFSETS = torch.tensor([0, 4, 11], dtype=torch.int32)
@@ -177,6 +180,12 @@ def test_pages_of_the_packed_forward():
             fa._flash_attn_varlen_forward(
                 q, *pages, one_each, 9 * one_each, 1, 7, *by_position({}), **(arguments | changes)
             )
+    dropped = by_position({"dropout_p": 0.5})
+    for asks in (False, True):
+        _, _, probs, _ = fa._flash_attn_varlen_forward(
+            q, *pages, one_each, one_each, 1, 7, *dropped, **arguments, return_softmax=asks
+        )
+        assert probs.shape == ((2, 4, 128, 128) if asks else (0,))
     starts = torch.tensor([3, 0], dtype=torch.int32)
     out, *_ = fa._flash_attn_varlen_forward(
         q, *pages, one_each, one_each, 1, 7, *by_position({}), **arguments, leftpad_k=starts
@@ -219,6 +228,7 @@ BAD_RESULTS = [
     ({"dout": torch.ones(2, 5, 4, 9, dtype=DTYPE)}, ValueError, r"dout: expected shape \(2, 5, 4, 8\), got"),
     ({"out": torch.ones(2, 5, 4, 9, dtype=DTYPE)}, ValueError, r"out: expected shape \(2, 5, 4, 8\), got"),
     ({"lse": torch.ones(2, 5, 4)}, ValueError, r"lse: expected shape \(2, 4, 5\)"),
+    ({"lse": torch.ones(2, 4, 5).int()}, TypeError, "lse: expected floating point on cpu like q, got torch.int32"),
     ({"lse": None}, TypeError, "lse: expected a torch.Tensor"),
     ({"dq": torch.ones(2, 5, 2, 8, dtype=DTYPE)}, ValueError, r"dq: expected shape \(2, 5, 4, 8\)"),
     ({"dk": torch.ones(2, 7, 4, 8, dtype=DTYPE)}, ValueError, r"dk: expected shape \(2, 7, 2, 8\)"),
@@ -256,42 +266,105 @@ def test_results_of_private_functions_cannot_be_differentiated():
         out.sum().backward()
 
 
-def test_functions_of_the_extension_module():
+# parameters of the extension module's functions that the functions of Python have under another name
+OTHER_NAMES = {"p_dropout": "dropout_p", "is_causal": "causal", "is_rotary_interleaved": "rotary_interleaved"}
+OTHER_NAMES |= {"kcache": "k_cache", "vcache": "v_cache", "seqlens_k": "cache_seqlens"}
+WINDOW = {"window_size_left": 4, "window_size_right": 2}
+ALL_OPTIONS = {"softmax_scale": 0.3, "causal": False, "softcap": 3.0, "alibi_slopes": SLOPES} | WINDOW
+STARTS, ENTRIES = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
+
+
+def extension_calls():
+    """A function of `flash_attn_gpu`, the function of Python that it stands for, and all of their arguments by name."""
+    dropped = ALL_OPTIONS | {"dropout_p": 0.4}
+    rows, (q, k, v) = dict(zip("qkv", packed(), strict=True)), dense()
+    rows |= zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), PACKED, strict=True)
+    pages = {name: randn(6, 4, 2, 8, seed=seed) for seed, name in enumerate("kv", 1)}
+    table = {"block_table": torch.tensor([[5, 0, 2], [3, 1, 4]], dtype=torch.int32)}
+    new = {"k": randn(2, 2, 2, 8, seed=3), "v": randn(2, 2, 2, 8, seed=4), "rotary_interleaved": False}
+    new |= {"rotary_cos": randn(12, 3, seed=5), "rotary_sin": randn(12, 3, seed=6)}
+    cache = ALL_OPTIONS | {"cache_seqlens": torch.tensor([3, 5], dtype=torch.int32), "num_splits": 2}
+    cache |= {"q": q, "k_cache": k, "v_cache": v, "cache_batch_idx": ENTRIES, "cache_leftpad": STARTS}
+    in_pages = {"k_cache": pages["k"], "v_cache": pages["v"], "rotary_interleaved": True} | table
+    used = {"leftpad_k": STARTS, "seqused_k": torch.tensor([5, 8], dtype=torch.int32), "return_softmax": True}
+    dense_call, results = {"q": q, "k": k, "v": v, "return_softmax": True} | dropped, {}
+    for kind, tensors in (("", dense_call), ("varlen_", rows | dropped)):
+        out, lse, _, state = getattr(fa, f"_flash_attn_{kind}forward")(**tensors)
+        results[kind] = {"dout": randn(*out.shape, seed=9), "out": out, "softmax_lse": lse, "rng_state": state}
+        results[kind] |= {"deterministic": True} | {name: t for name, t in tensors.items() if name != "return_softmax"}
+    return {
+        "fwd": ("_flash_attn_forward", dense_call),
+        "bwd": ("_flash_attn_backward", results[""]),
+        "varlen_fwd": ("_flash_attn_varlen_forward", rows | dropped | used),
+        "varlen_fwd, pages": ("_flash_attn_varlen_forward", rows | pages | dropped | table | {"return_softmax": True}),
+        "varlen_bwd": ("_flash_attn_varlen_backward", results["varlen_"]),
+        "fwd_kvcache": ("flash_attn_with_kvcache", cache | new),
+        "fwd_kvcache, pages": ("flash_attn_with_kvcache", cache | in_pages),
+    }
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What problems have of the options that change no value on a CPU, in the order in which they are made."""
+    found = []
+    for kind in (AttentionProblem, DecodeProblem):
+        made = kind.of.__func__
+
+        def of(cls, *arguments, made=made, **options):
+            found.append({name: options.get(name) for name in ("deterministic", "num_splits")})
+            return made(cls, *arguments, **options)
+
+        monkeypatch.setattr(kind, "of", classmethod(of))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["fwd", "bwd", "varlen_fwd", "varlen_fwd, pages", "varlen_bwd", "fwd_kvcache", "fwd_kvcache, pages"]
+)
+def test_functions_of_the_extension_module_pass_all_arguments_on(name, asked):
     """`flash_attn_gpu` has the functions of flash_attn_2_cuda, called by position."""
-    q, k, v = dense()
-    gpu, dout = fa.flash_attn_gpu, randn(*q.shape, seed=9)
-    rest = 0.3, True, -1, -1, 0.0
-    into = torch.empty_like(q)
-    out, lse, _, state = gpu.fwd(q, k, v, into, None, 0.0, *rest, False, None)
-    assert out is into
-    assert torch.equal(out, fa.flash_attn_func(q, k, v, 0.0, 0.3, True))
-    buffers = [torch.empty_like(t) for t in (q, k, v)]
-    fa._flash_attn_backward(dout, q, k, v, out, lse, *buffers, 0.0, *rest, None, False)
-    dq, dk, dv, _ = gpu.bwd(dout, q, k, v, out, lse, None, buffers[1], None, None, 0.0, *rest, False, None, state)
-    assert dk is buffers[1]
-    assert torch.equal(dq, buffers[0])
-    assert torch.equal(dv, buffers[2])
+    target, given = extension_calls()[name]
+    function = getattr(fa.flash_attn_gpu, name.partition(",")[0])
+    parameters = [p.removesuffix("_") for p in inspect.signature(function).parameters]
+    parameters = [OTHER_NAMES.get(p, "cache_leftpad" if p == "leftpad_k" and "kv" in name else p) for p in parameters]
 
-    tensors = packed()
-    offsets = OFFSETS, OFFSETS_K
-    out, lse, *_ = gpu.varlen_fwd(
-        *tensors, None, *offsets, *[None] * 4, 7, 10, 0.0, 0.3, False, *rest[1:], False, None, 0
-    )
-    assert torch.equal(out, fa.flash_attn_varlen_func(*tensors, *PACKED, 0.0, 0.3, True))
-    found = gpu.varlen_bwd(
-        out, *tensors, out, lse, None, None, None, *offsets, None, 7, 10, 0.0, 0.3, True, *rest[1:], False, None, state
-    )
-    assert [t.shape for t in found] == [*(t.shape for t in tensors), (4, 11 + 256)]
+    def copies():
+        return {key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in given.items()}
 
-    lengths = torch.tensor([3, 5], dtype=torch.int32)
-    out, lse = gpu.fwd_kvcache(q, k, v, None, None, lengths, *[None] * 7, *rest, True, 0)
-    expected = fa.flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=lengths, softmax_scale=0.3, causal=True, return_softmax_lse=True
-    )
-    assert torch.equal(out, expected[0])
-    assert torch.equal(lse, expected[1])
-    with pytest.raises(RuntimeError, match="`generator` argument is no longer supported"):
-        gpu.fwd(q, k, v, None, None, 0.0, *rest, False, torch.Generator())
+    def run(called, *arguments, **named):
+        asked.clear()
+        fast_path.forget()
+        torch.manual_seed(3)
+        return called(*arguments, **named), list(asked)
+
+    def extension(arguments):
+        arguments = {"zero_tensors": False, "num_splits": 0} | arguments
+        return run(function, *(arguments.get(p) for p in parameters))
+
+    for causal in (True, False):
+        own, named = copies() | {"causal": causal}, copies() | {"causal": causal}
+        found, problems = extension(own)
+        if "kv" in name:
+            sides = named.pop("window_size_left"), named.pop("window_size_right")
+            named |= {"window_size": sides, "return_softmax_lse": True}
+        buffers = {f"d{t}": torch.empty_like(given[t]) for t in "qkv"} if "bwd" in name else {}
+        expected, expected_problems = run(getattr(fa, target), **named, **buffers)
+        for a, b in zip(found, (*buffers.values(), expected) if buffers else expected, strict=True):
+            assert torch.equal(a, b)
+        assert problems == expected_problems
+        for key in given.keys() & {"k_cache", "v_cache"}:
+            assert torch.equal(own[key], named[key])
+
+    for number, key in enumerate(("dq", "dk", "dv") if buffers else ("out",)):
+        into = torch.empty_like(found[number])
+        assert extension(copies() | {key: into})[0][number] is into
+        assert torch.equal(into, found[number])
+    for key in {"max_seqlen_q", "max_seqlen_k", "zero_tensors"} & set(parameters):
+        with pytest.raises(TypeError, match=f"{key}: expected"):
+            extension(copies() | {key: "7"})
+    if "gen" in parameters:
+        with pytest.raises(RuntimeError, match="`generator` argument is no longer supported"):
+            extension(copies() | {"gen": torch.Generator()})
 
 
 def test_other_names_of_the_module():

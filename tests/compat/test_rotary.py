@@ -20,6 +20,7 @@ from onepass.compat.rotary import (
 
 ANGLES = torch.rand(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 6
 COS, SIN = ANGLES.cos(), ANGLES.sin()
+OFFSETS = torch.tensor([0, 2])
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
@@ -126,6 +127,10 @@ def test_tables_of_batch_entries():
     x, rows = randn(2, 5, 3, 8), torch.stack((torch.arange(5), torch.arange(3, 8)))
     out = apply_rotary_emb_torch(x, COS[rows], SIN[rows])
     torch.testing.assert_close(out, turned_batch(x, [0, 3], False))
+    out = apply_rotary_emb_torch(x, COS[rows], SIN[rows], True)
+    torch.testing.assert_close(out, turned_batch(x, [0, 3], True))
+    out = apply_rotary_emb_torch(x, COS[:5], SIN[:5], True)
+    torch.testing.assert_close(out, turned_batch(x, [0, 0], True))
     torch.testing.assert_close(apply_rotary_emb_torch(x, COS, SIN), turned_batch(x, [0, 0], False))
 
 
@@ -175,10 +180,35 @@ def test_module_makes_longer_tables_when_it_needs_them():
     module, x = RotaryEmbedding(6), randn(1, 9, 3, 2, 8, dtype=torch.float32)
     first = module(x[:, :5].clone())
     assert torch.equal(module(x.clone()), RotaryEmbedding(6)(x.clone()))
+    tables = module._cos_cached
     assert torch.equal(module(x[:, :5].clone()), first)
+    assert module._cos_cached is tables
+    assert module(x[:, :0].clone()).shape == (1, 0, 3, 2, 8)
+    assert RotaryEmbedding(6)(x[:, :0].clone()).shape == (1, 0, 3, 2, 8)
     module = RotaryEmbedding(6)
     assert module(x.bfloat16()).dtype == torch.bfloat16
     assert torch.equal(module(x.clone()), RotaryEmbedding(6)(x.clone()))  # tables of 16 bits do not stay
+
+
+def test_module_trains_after_inference():
+    """Autograd cannot save tables that were made in inference mode, so a module in training makes them again."""
+    module, x = RotaryEmbedding(6), randn(1, 5, 3, 2, 8, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = module(x.clone())
+        tables = module.eval()._cos_cached
+        module(x.clone())
+        assert module._cos_cached is tables
+    leaf = x.clone().requires_grad_()
+    out = module.train()(leaf * 1)
+    assert torch.equal(out, expected)
+    assert torch.autograd.grad(out.sum(), leaf)[0].shape == x.shape
+
+
+def test_tables_have_the_type_of_the_queries():
+    module = RotaryEmbedding(6, scale_base=16.0)
+    module(randn(1, 5, 3, 2, 8, dtype=torch.bfloat16))
+    tables = [getattr(module, f"_{name}_cached") for name in ("cos", "sin", "cos_k", "sin_k")]
+    assert {table.dtype for table in tables} == {torch.bfloat16}
 
 
 def test_a_backward_in_place_leaves_its_gradient_alone():
@@ -238,7 +268,25 @@ def test_module_with_offsets_in_a_tensor():
         (lambda x: apply_rotary_emb(x, COS, SIN[:4]), r"sin: expected shape \(12, 3\) like cos, got \(4, 3\)"),
         (lambda x: apply_rotary_emb(x[..., :4], COS, SIN), "cos: expected shape .* rotary_dim up to 4"),
         (lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=-1), "seqlen_offsets: expected an int from 0 on"),
-        (lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=torch.ones(3)), "seqlen_offsets: expected an int or"),
+        (lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets="1"), "seqlen_offsets: expected an int from 0 on or"),
+        (lambda x: apply_rotary_emb(x, COS[0], SIN), "cos: expected shape .* rotary_dim up to 8"),
+        (lambda x: apply_rotary_emb(x, COS, SIN[0]), "sin: expected shape .* rotary_dim up to 8"),
+        (lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=torch.ones(2)), "seqlen_offsets: expected an int or"),
+        (
+            lambda x: apply_rotary_emb(x, COS, SIN, seqlen_offsets=torch.tensor([1, 2, 3])),
+            r"seqlen_offsets: expected an int or shape \(2,\) of int32 or int64, got \(3,\) of torch.int64",
+        ),
+        (
+            lambda x: apply_rotary_emb(x[0], COS, SIN, cu_seqlens=torch.tensor([0, 2, 3, 5]), seqlen_offsets=OFFSETS),
+            r"seqlen_offsets: expected an int or shape \(3,\) of int32 or int64, got \(2,\) of torch.int64",
+        ),
+        (lambda x: apply_rotary_emb(x, COS, SIN, cu_seqlens=OFFSETS), "x: expected 3 dimensions"),
+        (lambda x: apply_rotary_emb_qkv_(x[0], COS, SIN), "qkv: expected shape"),
+        (lambda x: apply_rotary_emb_qkv_(x[:, :, None], COS, SIN), "qkv: expected shape"),
+        (lambda x: apply_rotary_emb_qkv_(x, COS, SIN, num_heads_q=0), "num_heads_q: expected .* got 0"),
+        (lambda x: apply_rotary_emb_qkv_(x, COS, SIN, num_heads_q=3), "num_heads_q: expected .* got 3"),
+        (lambda x: apply_rotary_emb_qkv_(x, COS, SIN, num_heads_q=1.0), "num_heads_q: expected .* got 1.0"),
+        (lambda x: apply_rotary_emb_kv_(x[:, :, None], COS, SIN), "kv: expected shape"),
         (lambda x: apply_rotary_emb_qkv_(x, COS, SIN), "num_heads_q: expected .* got None"),
         (lambda x: apply_rotary_emb_qkv_(x, COS, SIN, num_heads_q=2), "num_heads_q: expected .* the 3 heads .* got 2"),
         (lambda x: apply_rotary_emb_kv_(x, COS, SIN), "kv: expected shape"),
@@ -247,6 +295,35 @@ def test_module_with_offsets_in_a_tensor():
 def test_refusals(call, match):
     with pytest.raises(ValueError, match=match):
         call(randn(2, 5, 3, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda x: apply_rotary_emb((1,), COS, SIN), "x: expected a torch.Tensor"),
+        (lambda x: apply_rotary_emb(x, (1,), SIN), "cos: expected a torch.Tensor"),
+        (lambda x: apply_rotary_emb(x, COS, None), "sin: expected a torch.Tensor"),
+        (lambda x: apply_rotary_emb(x, COS, SIN, 1), "interleaved: expected"),
+        (lambda x: apply_rotary_emb(x, COS, SIN, inplace=1), "inplace: expected"),
+        (lambda x: apply_rotary(x, COS, SIN, conjugate=1), "conjugate: expected"),
+        (lambda x: apply_rotary_emb_qkv_(None, COS, SIN), "qkv: expected a torch.Tensor"),
+        (lambda x: apply_rotary_emb_qkv_(x, COS, SIN, interleaved=1, num_heads_q=1), "interleaved: expected"),
+        (lambda x: apply_rotary_emb_qkv_(x, COS, SIN, (1,), num_heads_q=1), "cos: expected a torch.Tensor"),
+        (lambda x: apply_rotary_emb_qkv_(x, COS, SIN, sin_k=(1,), num_heads_q=1), "sin: expected a torch.Tensor"),
+        (lambda x: apply_rotary_emb_kv_(None, COS, SIN), "kv: expected a torch.Tensor"),
+        (lambda x: apply_rotary_emb_kv_(x[:, :, None].expand(-1, -1, 2, -1, -1), COS, SIN, 1), "interleaved: expected"),
+        (lambda x: apply_rotary_emb_torch(x, COS.expand(2, 12, 3), SIN.expand(2, 12, 3), 1), "interleaved: expected"),
+        (lambda x: RotaryEmbedding(6, pos_idx_in_fp32=1), "pos_idx_in_fp32: expected"),
+    ],
+)
+def test_wrong_types_are_refused(call, match):
+    with pytest.raises(TypeError, match=f"^{match}"):
+        call(randn(2, 5, 3, 8))
+
+
+def test_angles_in_16_bits_are_refused():
+    with pytest.raises(NotImplementedError, match="pos_idx_in_fp32: expected True, got False"):
+        RotaryEmbedding(6, pos_idx_in_fp32=False)
 
 
 def test_positions_below_0_are_refused():

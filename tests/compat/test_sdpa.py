@@ -498,3 +498,50 @@ def test_a_mask_with_one_column_is_for_all_keys(is_causal):
     whole = mask.expand(2, 1, 5, 7).contiguous()
     expected = scaled_dot_product_attention(*qkv, attn_mask=whole, is_causal=is_causal)
     torch.testing.assert_close(scaled_dot_product_attention(*qkv, attn_mask=mask, is_causal=is_causal), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"scale": 1e40}, ValueError, "scale: expected a magnitude of at most"),
+        ({"scale": "1"}, TypeError, "scale: expected a float"),
+        ({"dropout_p": True}, TypeError, "dropout_p: expected a float, got bool"),
+        ({"dropout_p": 1.5}, ValueError, "dropout_p: expected"),
+        ({"enable_gqa": 1}, TypeError, "enable_gqa: expected a bool, got 1"),
+        ({"is_causal": 1}, TypeError, "is_causal: expected a bool, got 1"),
+        ({"attn_mask": torch.ones(4, 4, device="meta")}, ValueError, "attn_mask: expected device cpu like query, got"),
+        ({"attn_mask": (1,)}, TypeError, r"attn_mask: expected a torch\.Tensor"),
+    ],
+)
+def test_options_are_refused_by_their_name(options, error, match):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(error, match=f"^{match}"):
+        scaled_dot_product_attention(q, q, q, **options)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_without_elements(shape, dtype):
+    q, k = torch.randn(1, 2, shape[0], 8), torch.randn(1, 2, shape[1], 8)
+    out = scaled_dot_product_attention(q, k, k, attn_mask=torch.ones(shape).to(dtype))
+    assert torch.equal(out, torch.zeros(1, 2, shape[0], 8))
+
+
+def test_autocast_brings_all_tensors_into_one_dtype():
+    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    mask = torch.zeros(4, 4, dtype=torch.bfloat16)
+    expected = scaled_dot_product_attention(*(t.bfloat16() for t in (q, k, v)), attn_mask=mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scaled_dot_product_attention(q, k.bfloat16(), v, attn_mask=mask), expected)
+
+
+def test_a_dropout_of_everything_leaves_nothing_of_infinity():
+    q, v = torch.randn(1, 2, 4, 8), torch.full((1, 2, 4, 8), torch.inf)
+    assert torch.equal(scaled_dot_product_attention(q, q, v, dropout_p=1.0), torch.zeros_like(q))
+
+
+def test_nan_of_a_mask_where_is_causal_hides_the_key():
+    q, mask = torch.randn(1, 2, 4, 8), torch.zeros(4, 4)
+    expected = scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True)
+    mask[0, 3] = torch.nan
+    torch.testing.assert_close(scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True), expected)

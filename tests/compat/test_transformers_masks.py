@@ -28,10 +28,10 @@ from onepass.integrations.transformers import attention_forward, padding_mask, r
 from onepass.integrations.transformers_masks import ShortMask  # noqa: E402
 
 
-def causal_mask(dtype=torch.float32):
+def causal_mask(dtype=torch.float32, **options):
     from transformers import masking_utils
 
-    return padding_mask(2, 4, 4, mask_function=masking_utils.causal_mask_function, dtype=dtype)
+    return padding_mask(2, 4, 4, mask_function=masking_utils.causal_mask_function, dtype=dtype, **options)
 
 
 EDITS = {
@@ -68,6 +68,13 @@ def test_a_mask_that_moves():
         assert (moved.device.type, moved.shape, moved.dtype) == (device, mask.shape, dtype)
         assert mask.kept == moved.kept == {}
     assert torch.equal(mask.to(torch.float64).clone(), mask.clone().double())
+    assert mask.to(dtype=torch.float64).dtype == torch.float64
+    for like, expected in ((torch.zeros((), dtype=torch.float64), mask.clone().double()), (torch.bool, mask != 0)):
+        values = mask.to(like)
+        assert type(values) is torch.Tensor
+        assert torch.equal(values, expected)
+    real = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    assert causal_mask(attention_mask=real).to("meta").pattern.first.is_meta
     assert causal_mask(torch.bfloat16).dtype == causal_mask(torch.bfloat16).clone().dtype == torch.bfloat16
 
 
@@ -225,6 +232,47 @@ def test_more_keys_than_queries_without_a_mask():
         attention_forward(Layer(), q, k, k, None)
     attention_forward(Layer(), q[:, :, :1], k, k, None)
     attention_forward(Layer(), q, k, k, None, is_causal=False)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_may_be_wider_or_narrower_than_the_keys(kind):
+    """A static cache has room for more keys than there are, and a model may make its mask for all of that room."""
+    q, k, offsets = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    mask = torch.rand(1, 1, 5, 9) < 0.7
+    mask = mask if kind == "bool" else torch.where(mask, 0.0, -torch.inf)
+    for more in ({}, {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}):
+        expected, _ = attention_forward(Layer(), q, k, k, mask[..., :5], **more)
+        assert torch.equal(attention_forward(Layer(), q, k, k, mask, **more)[0], expected)
+    real, wide = torch.tensor([[True, False, True, True, True]]), torch.randn(1, 2, 8, 8)
+    wide[:, :, :5] = k
+    expected, _ = attention_forward(Layer(), q, k, k, real)
+    assert torch.equal(attention_forward(Layer(), q, wide, wide, real)[0], expected)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_shapes_on_the_meta_device(is_padded):
+    """Nothing is read from a device that has no values."""
+    from transformers import masking_utils
+
+    q = torch.empty(2, 2, 4, 8, device="meta")
+    for function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function):
+        real = torch.ones(2, 4, dtype=torch.bool, device="meta") if is_padded else None
+        mask = padding_mask(2, 4, 4, mask_function=function, attention_mask=real, device="meta")
+        assert attention_forward(Layer(), q, q, q, mask)[0].shape == (2, 4, 2, 8)
+    positions = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    assert attention_forward(Layer(), q, q, q, None, position_ids=positions)[0].shape == (2, 4, 2, 8)
+
+
+def test_chunks_of_a_bidirectional_mask_are_a_whole_mask():
+    from transformers import masking_utils
+
+    chunks = masking_utils.chunked_overlay(2, torch.zeros(1, dtype=torch.int64))
+    for first, count in ((masking_utils.bidirectional_mask_function, 8), (masking_utils.causal_mask_function, 6)):
+        mask = padding_mask(1, 4, 4, mask_function=masking_utils.and_masks(first, chunks))
+        q = torch.randn(1, 2, 4, 8)
+        seen = mask.values() == 0
+        assert seen.sum() == count
+        assert_close(attention_forward(Layer(), q, q, q, mask)[0], attention_forward(Layer(), q, q, q, seen)[0])
 
 
 def test_output_attentions_of_a_model_is_refused():

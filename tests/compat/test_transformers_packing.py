@@ -18,7 +18,7 @@ from tiny_transformers import (
 transformers = pytest.importorskip("transformers")
 
 from onepass.integrations import transformers_masks  # noqa: E402
-from onepass.integrations.transformers import attention_forward, register  # noqa: E402
+from onepass.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
 
 REFILLS = {
     "copy_": lambda buffer, values: buffer.copy_(values),
@@ -202,6 +202,73 @@ def test_a_mask_of_four_dimensions_with_packed_sequences(decoders, kind):
     row, positions = tokens(1), packed_positions()
     out = ours(row, position_ids=positions, attention_mask=mask, **offsets()).logits
     assert_close(out, eager(row, position_ids=positions, attention_mask=both).logits)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_second_part_of_a_prompt_sees_the_first(waits, monkeypatch):
+    """Nothing begins behind cached keys, whatever the positions say, and wherever the host may read them."""
+    from transformers import masking_utils
+
+    eager, ours = (make("Llama", {}, implementation) for implementation in ("eager", register()))
+    parts = [(torch.arange(4)[None], tokens(1)[:, :4]), (torch.tensor([[4, 5, 6, 4, 5, 6, 7]]), tokens(1)[:, 4:])]
+
+    def second(model, cache):
+        with torch.no_grad():
+            for positions, row in parts:
+                out = model(row, position_ids=positions, past_key_values=cache).logits
+        return out
+
+    expected = second(eager, transformers.DynamicCache(config=eager.config))
+    if not waits:
+        for module in (sys.modules[attention_forward.__module__], transformers_masks):
+            monkeypatch.setattr(module, "may_wait", lambda t: False)
+        monkeypatch.setattr(masking_utils, "is_tracing", lambda t=None: True)
+    assert_close(second(ours, transformers.DynamicCache(config=ours.config)), expected)
+    assert_close(second(ours, transformers.StaticCache(config=ours.config, max_cache_len=16)), expected)
+
+
+IGNORED_POSITIONS = {
+    "of more rows": torch.tensor([0, 1, 0, 1]).expand(3, -1),
+    "of more queries": torch.tensor([[0, 1, 0, 1, 2]]),
+    "of several kinds": torch.tensor([0, 1, 0, 1]).expand(2, 4, -1),
+}
+
+
+@pytest.mark.parametrize("positions", IGNORED_POSITIONS.values(), ids=IGNORED_POSITIONS)
+def test_positions_that_are_not_those_of_the_queries_cut_nothing(positions):
+    q = torch.randn(2, 2, 4, 8)
+    expected, _ = attention_forward(Layer(), q, q, q, None)
+    assert torch.equal(attention_forward(Layer(), q, q, q, None, position_ids=positions)[0], expected)
+
+
+def test_positions_of_queries_cut_no_other_keys():
+    """Keys of another sequence, in cross attention, have no positions."""
+    from transformers import masking_utils
+
+    q, k, positions = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8), torch.tensor([[0, 1, 0, 1]])
+    expected, _ = attention_forward(Layer(), q, k, k, None, is_causal=False)
+    mask = padding_mask(1, 4, 6, mask_function=masking_utils.bidirectional_mask_function)
+    for given in (None, mask):
+        found, _ = attention_forward(Layer(), q, k, k, given, is_causal=False, position_ids=positions)
+        assert torch.equal(found, expected)
+
+
+def test_layers_with_positions_of_their_own():
+    from transformers import masking_utils
+
+    q, both = torch.randn(1, 2, 4, 8), torch.tensor([[[0, 1, 0, 1]], [[0, 1, 2, 0]]])
+    mask = padding_mask(1, 4, 4, mask_function=masking_utils.causal_mask_function)
+    for positions in both:
+        expected, _ = attention_forward(Layer(), q, q, q, None, position_ids=positions)
+        assert torch.equal(attention_forward(Layer(), q, q, q, mask, position_ids=positions)[0], expected)
+
+
+def test_offsets_of_any_integer_type():
+    q, ends = torch.randn(1, 2, 6, 8), torch.tensor([0, 2, 6])
+    expected, _ = attention_forward(Layer(), q, q, q, None, cu_seq_lens_q=ends.int(), cu_seq_lens_k=ends.int())
+    for of_queries, of_keys in ((ends, ends), (ends, ends.clone()), (ends.int(), ends), (ends, ends.int())):
+        found, _ = attention_forward(Layer(), q, q, q, None, cu_seq_lens_q=of_queries, cu_seq_lens_k=of_keys)
+        assert torch.equal(found, expected)
 
 
 def test_a_jump_of_positions_cuts_nothing_in_a_cache():

@@ -7,6 +7,7 @@ import torch
 
 import onepass
 from onepass import ForwardConfigSm90
+from onepass.api import calls
 from onepass.dispatch import backends
 from onepass.kernels.compiler import compile, pool
 from onepass.kernels.config import BackwardConfigSm90
@@ -297,7 +298,7 @@ REFUSED = [
     ({"k": (2, 4096, 8, 64)}, ValueError, "k: expected head_dim 128 like q, got 64"),
     ({"causal": 1}, TypeError, "causal: expected a bool, got 1"),
     ({"dropout": 0.1}, TypeError, "warmup: attention has no argument dropout"),
-    ({"dtype": None}, TypeError, r"dtype: expected a torch.dtype beside the shape \(2, 4096, 32, 128\) of q, got None"),
+    ({"dtype": None}, TypeError, r"dtype: expected a torch.dtype with the shape \(2, 4096, 32, 128\) of q, got None"),
     ({"dtype": torch.float64}, NotImplementedError, "backend sm90: dtype: expected bfloat16, float16 or float32, got"),
     (
         {"tuning": ForwardConfigSm90(tile_n=100)},
@@ -318,8 +319,10 @@ def test_a_bad_call_is_refused_before_anything_is_compiled(compiled, changes, er
 
 
 def test_bad_arguments(compiled):
-    with pytest.raises(TypeError, match="warmup: expected q, k and v in every call, got none for k, v"):
-        onepass.warmup([{"q": CALL["q"]}])
+    for given in "qkv":
+        missing = ", ".join(name for name in "qkv" if name != given)
+        with pytest.raises(TypeError, match=f"warmup: expected q, k and v in every call, got none for {missing}$"):
+            onepass.warmup([{given: CALL[given]}])
     with pytest.raises(ValueError, match="workers: expected at least 1, got 0"):
         onepass.warmup([], workers=0)
     for workers in (1.5, True):
@@ -361,3 +364,55 @@ def test_a_missing_compiler_is_named(monkeypatch):
 def test_ampere_kernels_are_for_the_gpu_that_is_there(compiled):
     with pytest.raises(NotImplementedError, match="backend sm80: expected a GPU, whose architecture to compile for"):
         onepass.warmup([CALL], backend="sm80")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.ones(2), r"calls: expected the arguments of calls by name, got tensor"),
+        ("abc", "calls: expected the arguments of calls by name, got 'abc'"),
+        (3, "calls: expected the arguments of calls by name, got 3"),
+        ([CALL, 3], r"calls\[1\]: expected the arguments of a call by name, or an AttentionProblem, got int 3"),
+        (["a"], r"calls\[0\]: expected the arguments of a call by name, or an AttentionProblem, got str 'a'"),
+    ],
+)
+def test_what_is_no_call_is_refused(compiled, given, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        onepass.warmup(given)
+    assert compiled == []
+
+
+def test_problems_of_calls_by_shapes():
+    shapes = {"q": (1, 6, 4, 16), "k": (1, 6, 2, 16), "v": (1, 6, 2, 16)}
+
+    def problem_of(gradients=False, **options):
+        return calls.problem_of_call("warmup", shapes | options, "sm90", gradients)[0]
+
+    wide = problem_of(dtype=torch.float64, alibi_slopes=(4,), bias=(1, 4, 6, 6), sinks=(4,))
+    assert (wide.has_alibi, wide.bias_dtype, wide.has_sinks) == (True, torch.float64, True)
+    for returns_lse in (False, True):
+        for gradients in (False, True):
+            found = problem_of(gradients, dtype=torch.bfloat16, precision="fp8", return_lse=returns_lse)
+            assert found.quantization.exact_lse == (returns_lse or gradients)
+
+
+def test_supports_asks_what_a_call_would_be():
+    q, sinks = torch.ones(1, 6, 4, 16), torch.zeros(4)
+    given = {"q": q, "k": q.bfloat16(), "v": q.bfloat16()}
+    assert not onepass.supports(**given).ok
+    with torch.autocast("cpu", torch.bfloat16):
+        assert onepass.supports(**given).ok
+    wrong = onepass.supports(q, q, q[:, :3], backend="tiled")
+    assert (wrong.ok, wrong.backend) == (False, "tiled")
+    offsets = torch.tensor([0, 6], dtype=torch.int32)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        other = {"cu_seqlens_q": "cu_seqlens_k", "cu_seqlens_k": "cu_seqlens_q"}[name]
+        reason = onepass.supports(q[0], q[0], q[0], **{name: offsets}).reason
+        assert reason == f"{other}: expected an int32 torch.Tensor, got NoneType"
+    for leaf in ("q", "k", "v", "sinks"):
+        tensors = {"q": q, "k": q, "v": q, "sinks": sinks}
+        tensors[leaf] = tensors[leaf].clone().requires_grad_()
+        rest = {"precision": "fp8", "sinks": tensors.pop("sinks")}
+        assert calls._problem_of(*tensors.values(), rest).quantization.exact_lse
+        with torch.no_grad():
+            assert not calls._problem_of(*tensors.values(), rest).quantization.exact_lse

@@ -13,7 +13,7 @@ from onepass.cpu import operators
 from onepass.dispatch import decode as dispatch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.problem.decode import DecodeInputs, DecodeProblem
-from onepass.testing import random_call
+from onepass.testing import random_call, random_decode_call
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -333,6 +333,16 @@ def test_a_cache(count):
         torch.testing.assert_close(mine, theirs)
     onepass.attention_decode(**call, causal=True, num_splits=2)
     assert count["_forward"] == 2
+
+
+def test_random_calls_over_a_cache(count):
+    """Sequences that the operators may compute together: of whole keys that do not lie in pages."""
+    drawn = zip(itertools.count(), itertools.cycle(itertools.product((False, True), repeat=2)), strict=False)
+    calls = (random_decode_call(seed, torch.float32, 80, False, *kind) for seed, kind in drawn)
+    whole = (c for c in calls if not c.arguments.keys() & {"page_table", "num_splits", "split_size"})
+    for call in itertools.islice((c for c in whole if onepass.supports(**c.arguments).backend == "cpu"), 32):
+        call.check()
+    assert count["_forward"] > 30
 
 
 def cache_call(lengths, **options):

@@ -407,6 +407,11 @@ def test_values(name):
     check(CASES[name])
 
 
+def test_float32_of_few_rows():
+    """The smallest call that has all parts of a kernel of float32."""
+    check(call_of(64, 40, 20, 70, heads=(2, 1), dtype=FLOAT32, causal=True))
+
+
 IN_FLOAT32 = ("causal", "float16 8-byte copies, packed", "2-byte copies", "seqused")
 
 

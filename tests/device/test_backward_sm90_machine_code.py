@@ -43,6 +43,10 @@ PROBLEMS = {f"{d} {name}": problem(d, d, **options) for d in (64, 128) for name,
 PROBLEMS |= {f"{d} long": problem(d, d, 2048, mask=FULL) for d in (64, 128, 256)}  # three kernels
 PROBLEMS["128 long softcap"] = problem(128, 128, 2048, mask=FULL, softcap=30.0)
 PROBLEMS |= {f"{d}/{dv}": problem(d, dv) for d, dv in ((64, 128), (128, 64), (96, 96), (192, 128))}
+PROBLEMS |= {
+    f"96 {name}": problem(96, 96, **OPTIONS[name])
+    for name in ("full", "GQA", "window", "softcap", "seqused", "float16 packed seqused GQA window softcap")
+}
 PROBLEMS |= {f"{d} deterministic": problem(d, d, deterministic=True) for d in (64, 128, 192, 256)}
 PROBLEMS |= {
     f"256 {name}": problem(256, 256, 64, mask=mask) for name, mask in (("64 keys", FULL), ("64 causal keys", CAUSAL))
@@ -77,6 +81,7 @@ HEADS = 132  # with private_dq, one for each thread block
 SHORT = {
     "64 short": problem(64, 64, mask=FULL),
     "64 short causal": problem(64, 64, mask=CAUSAL),
+    "96 short causal": problem(96, 96, mask=CAUSAL),
     "128 short": problem(128, 128, 200, mask=FULL),
     "128 short causal": problem(128, 128, mask=CAUSAL),
     "64 short window": problem(64, 64, mask=Mask(64, 64)),
@@ -116,6 +121,19 @@ def test_machine_code(name, asked):
     assert code.count(r"STG\.E\.128") > 0
     assert code.count(r"WARPGROUP\.ARRIVE") < code.count("HGMMA")  # serialized, each GEMM would have its own
     assert code.dynamic_smem == [config.smem_bytes(asked)]
+
+
+@pytest.mark.sampled(quick=1, slow=1)
+@pytest.mark.parametrize("name", ["full", "causal", "GQA"])
+def test_gemms_of_head_dim_96(name):
+    """dK and dV have 96 columns, a warpgroup's share of dQ 48, and S and dP sum over 96: no GEMM computes zeros."""
+    asked = problem(96, 96, 2048, **OPTIONS[name])
+    trace = functools.partial(backward_launch.trace, asked, heuristics.backward_config_sm90(asked))
+    code = machine_code.read(launch.ARCH, trace)
+    gemms = {opcode.split(".")[1]: n for opcode, n in code.opcodes.items() if opcode.startswith("HGMMA")}
+    assert gemms.keys() == {"64x64x16", "64x96x16", "64x48x16"}
+    assert gemms["64x64x16"] % 6 == 0
+    assert gemms["64x48x16"] % 8 == 0
 
 
 # How many values dropout spills.

@@ -95,6 +95,7 @@ CASES = {
     "many rows, one pass": (e4m3_cache((150, 40), 20, (8, 2), (64, 64), "block of 16"), {"num_splits": 1}),
     "32 rows": (e4m3_cache((150, 40), 8, (8, 2), (64, 64), "page", page_size=16), {"num_splits": 2}),
     "many rows of 256 columns": (e4m3_cache((70,), 20, (4, 1), (256, 64), "entry"), {"num_splits": 1}),
+    "many rows of 96 and 192 columns": (e4m3_cache((70,), 20, (4, 1), (96, 192), "block of 16"), {"num_splits": 1}),
     "sinks": (
         e4m3_cache((200, 90), 1, (8, 4), (64, 64), "page", page_size=16, sinks=torch.linspace(-2, 9, 8)),
         {"num_splits": 4},
@@ -102,7 +103,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(quick=0, slow=5)
+@pytest.mark.sampled(quick=2, slow=3)
 @pytest.mark.parametrize("name", CASES)
 def test_values(name):
     (inputs, kv_block), options = CASES[name]
@@ -148,7 +149,7 @@ def test_negative_descales(signs):
     check(inputs._replace(v_descale=inputs.v_descale * by_page), kv_block, **options)
 
 
-@pytest.mark.sampled(quick=2, slow=0)
+@pytest.mark.sampled(quick=1, slow=1)
 @pytest.mark.parametrize(("key", "window"), [(126, None), (129, None), (117, (10, None))])
 @pytest.mark.parametrize("kind", ["none", "block of 16"])
 def test_nan_of_a_hidden_key_stays_hidden(key, window, kind):

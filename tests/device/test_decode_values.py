@@ -298,15 +298,15 @@ def test_the_order_of_copies_and_warps_changes_no_bit(page_size):
 
 
 def test_splits_of_equal_keys_give_equal_bits_in_any_batch_and_any_cache():
-    """Other tiles, other splits and another grid give the same bits."""
+    """Other tiles, other splits, another grid and pages give the same bits; a split is several blocks of each warp."""
     filled = (300, 130, 64)
-    inputs = cache_of(filled, 2, (8, 2), (64, 64), room=700)
-    together = check(inputs, split_size=128)
+    inputs, paged = (cache_of(filled, 2, (8, 2), (64, 64), room=700, page_size=size) for size in (None, 20))
+    together = check(paged, split_size=256)
     for b, n in enumerate(filled):
         at, room = slice(b, b + 1), -(-n // 4) * 4
         caches = (c[at, :room].clone() for c in inputs[1:3])
         alone = DecodeInputs(inputs.q[at].clone(), *caches, inputs.cache_seqlens[at])
-        for one, many in zip(check(alone, split_size=128), together, strict=True):
+        for one, many in zip(check(alone, split_size=256), together, strict=True):
             assert torch.equal(one, many[at])
 
 
@@ -436,8 +436,12 @@ def test_the_launch_of_a_merge(monkeypatch, num_partials, is_packed):
 
 @pytest.mark.parametrize("sink", [-300.0, 30.0, 80.0, 250.0])
 def test_merge_with_a_sink_that_dominates_or_vanishes(sink):
-    """The keys' share beside the sink is e^-20, e^-70, or one that float32 does not distinguish from 0; or it is 1."""
+    """The keys' share beside the sink is e^-20, e^-70, or one that float32 does not distinguish from 0; or it is 1.
+
+    A row without keys has the sink alone.
+    """
     outs, lses = randn(5, 2, 3, 2, 64), 3 * randn(5, 2, 2, 3, seed=1)
+    lses[:, 1, :, 2], outs[:, 1, 2] = -torch.inf, NAN
     sinks = torch.tensor([sink, 1.0])
     expected = merge_in_torch([o.double() for o in outs], [x.double() for x in lses], sinks)
     in_torch = merge_in_torch(outs, lses, sinks)

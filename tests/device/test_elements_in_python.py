@@ -197,6 +197,10 @@ def test_intervals(device, is_packed, names):
                 seen &= (starts[entry] <= key) & (starts[entry] <= position)
             seen &= (left is None) | (key >= position - (left or 0))
             seen &= (right is None) | (key <= position + (right or 0))
+            place = place_of(device, head, entry, is_packed)
+            for i, j in rng.integers((SEQLEN_Q, SEQLEN_K), size=(40, 2)).tolist():
+                score = modifiers.pairs_of_key(place, j).score(Float(1.0), i)
+                assert score == (1.0 if seen[i, j] else -math.inf), (i, j)
             seen = np.pad(seen, ((0, 64 - SEQLEN_Q), (0, 64 - SEQLEN_K)))
             for has_keys_in_rows in (False, True):
                 for _, rows, start, places in itertools.chain(threads(0, 0), threads(16, 32)):
@@ -271,6 +275,27 @@ def test_terms(device, is_packed, names):
                 assert found[r, c] == pytest.approx(expected), (query, key)
                 one = modifiers.of_pair(Float(COLUMNS * r + c), place, query, key)
                 assert one == pytest.approx(expected), (query, key)
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_what_tensors_lack_is_not_read(device, is_deterministic):
+    """Rows of no sequence come after the last one, and a packed bias may have fewer columns than keys."""
+    rng, columns = np.random.default_rng(0), SEQLEN_K - 9
+    bias, slopes, starts = rng.random((1, SEQLEN_Q, columns, HEADS)), rng.random((HEADS, BATCH)), Values([3, 5])
+    tensors = {"slopes": Values(slopes), "bias": rows_first(bias, True), "starts": starts, "term_scale": 1.0}
+    dbias = Values(np.zeros((SEQLEN_Q, columns, HEADS, 1)))
+    tensors = device.modifiers.ModifierTensors(**tensors, dbias=dbias)
+    modifiers = device.modifiers.Modifiers(tensors, (None, None), is_deterministic)
+    place = place_of(device, 1, 0, True)
+    nobody = place._replace(entry=BATCH)
+    assert modifiers.interval(nobody, 20) == modifiers.interval(place._replace(entry=BATCH - 1), 20) == (5, SEQLEN_K)
+    assert modifiers.slope(nobody) == slopes[1, BATCH - 1]
+    for key in (0, columns - 1, columns, SEQLEN_K - 1, SEQLEN_K + 9):
+        assert modifiers.bias(place, 4, key) == bias[0, 4, min(key, columns - 1), 1]
+    block = device.modifiers.Block([columns - 8, columns], 0, [place, place], has_keys_in_rows=True)
+    ds = [Float(1.0)] * 4
+    device.modifiers.Modifiers.add_gradients.__wrapped__(modifiers, ds, [block], 0, 1)
+    assert dbias.array[:, columns - 8].sum() == dbias.array.sum() == 2.0
 
 
 @pytest.mark.parametrize("has_positions", [False, True])
@@ -378,6 +403,8 @@ def test_rows_of_a_block_that_shares_a_scale(device, has_used):
                 assert max(rows.num_used, 0) == max(0, min(64, counting[sequence] - position))
                 found = device.quantize_block.mean_of(mean, rows, 1)
                 assert (found.array == mean.array[min(sequence, batch - 1), 1]).all()
+    # an offset that no host has read may lie behind the last row
+    assert find(70, 1, 0, Values([0, 100]), Values([90]) if has_used else None) == (64, 6, 6, 0)
     used = Values([100, 80]) if has_used else None
     assert find(150, 1, 1, None, used) == (64, 64, 16 if has_used else 64, 1)
     assert find(150, 2, 0, None, used) == (128, 22, -28 if has_used else 22, 0)
@@ -432,3 +459,19 @@ def test_rotations_of_vectors(device, interleaved, width):
         at = torch.tensor([[min(max(position, 0), positions - 1)]])
         expected = rotate(expected, at, torch.from_numpy(cos), torch.from_numpy(sin), interleaved)
         np.testing.assert_allclose(found.T.reshape(-1), expected.flatten().numpy())
+
+
+def test_limbs_of_tf32(monkeypatch):
+    """The high limb is rounded to 11 bits, so that the low one has either sign, and nothing is lost."""
+    tf32 = fresh("onepass.kernels.device.sm80.tf32")
+    stand_in = SimpleNamespace(
+        make_rmem_tensor=lambda shape, dtype: np.zeros(shape, np.float32),
+        recast_tensor=lambda values, dtype: values.view(np.int32),
+    )
+    monkeypatch.setattr(tf32, "cute", stand_in)
+    numbers = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    pairs = np.array([tf32.limbs_of(x) for x in numbers])
+    high, low = pairs.T
+    assert not (high.view(np.int32) & 0x1FFF).any()
+    assert (high + low == numbers).all()
+    assert (np.abs(low) <= 2.0**-11 * np.exp2(np.floor(np.log2(np.abs(numbers))))).all()

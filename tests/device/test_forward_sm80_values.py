@@ -256,6 +256,11 @@ def test_values(name):
         check(call)
 
 
+def test_float32_of_few_rows():
+    """The smallest call that has all parts of a kernel of float32: two heads in a tile, several tiles of keys."""
+    check(call_of(64, 40, 20, 70, heads=(2, 1), dtype=FLOAT32, causal=True))
+
+
 @pytest.mark.slow
 def test_more_sequences_than_a_warp_has_lanes():
     """The search for a tile's sequence takes 32 at a time, among them empty sequences and rows without a sequence."""

@@ -44,6 +44,7 @@ def order_of(trace, asked, config, *arguments, arch=forward_sm90.ARCH) -> str:
         (64, {"mask": FULL, "num_heads_kv": 1}),
         (64, {"mask": Mask(64, 64), "is_packed": True}),
         (96, {"mask": CAUSAL}),
+        (96, {"mask": FULL}),
         (128, {"mask": CAUSAL}),
         (128, {"mask": FULL, "num_heads_kv": 1}),
         (128, {"mask": Mask(64, 64), "is_packed": True}),

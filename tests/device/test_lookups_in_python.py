@@ -100,6 +100,7 @@ def device(monkeypatch):
         "append": "memory_bound.append",
         "bounds": "memory_bound.query_bounds",
         "rows": "memory_bound.backward_rows",
+        "stats": "blocks.memory.row_stats",
         "sinks": "blocks.softmax.sinks",
         "modifiers": "blocks.softmax.modifiers",
     }
@@ -167,6 +168,36 @@ def test_rows_in_pages(device):
                 assert boxes.k_boxes.array.tolist() == [page_of(entry, nearest), nearest % PAGE_SIZE // 8]
 
 
+@pytest.mark.parametrize("has_dlse", [False, True])
+def test_statistics_of_rows(device, monkeypatch, has_dlse):
+    """Rows without keys, and rows that do not exist, have a probability and a delta of 0, whatever their dlse is."""
+    stats, tile_m, num_rows, rng = device.stats, 64, 27, np.random.default_rng(0)
+    monkeypatch.setattr(stats, "copy_of", lambda value: value)
+    lse, dlse, products = rng.normal(size=(3, num_rows))
+    lse[[3, 20]], dlse[20], products[3] = -math.inf, math.nan, math.nan
+    found = Values(np.full(2 * tile_m, 7.0))
+    for lane in range(32):
+        device.lane.number = lane
+        product = Float(products[lane] if lane < num_rows else math.nan)
+        given = Values(lse), Values(dlse) if has_dlse else None
+        stats.write_stats.__wrapped__(found, 16, 30, num_rows, product, *given)
+    expected = np.full(2 * tile_m, 7.0)
+    for row in range(30):
+        place, is_empty = stats.stats_position(16 + row), row >= num_rows or lse[row] == -math.inf
+        expected[place] = -math.inf if is_empty else -lse[row] / math.log(2.0)
+        expected[tile_m + place] = 0.0 if is_empty else (dlse[row] if has_dlse else 0.0) - products[row]
+    np.testing.assert_allclose(found.array, expected)
+
+
+@pytest.mark.parametrize("added", [None, 0, 5])
+def test_keys_that_are_used(device, added):
+    """A length that is none counts as the nearest one: no host has read it."""
+    lengths = device.packed.Lengths(None, None, Values([-40, -3, 0, 7, 78, 80, 10**6]), added)
+    found = [device.packed.used_keys(lengths, entry, 80) for entry in range(7)]
+    assert found == [min(max(n + (added or 0), 0), 80) for n in (-40, -3, 0, 7, 78, 80, 10**6)]
+    assert device.packed.used_keys(lengths._replace(seqused_k=None), 3, 80) == 80
+
+
 class Heads(int):
     """A number of heads, as a kernel divides by it."""
 
@@ -191,6 +222,44 @@ def test_tiles_over_a_cache(device, monkeypatch):
         for row in range(0, end - start, 16)
         for head in range(2)
     }
+
+
+@pytest.mark.parametrize("is_e4m3", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_new"), [(1, 3), (3, 1), (2, 2), (2, 0)])
+def test_rows_that_a_step_writes_and_rotates(device, monkeypatch, seqlen_q, seqlen_new, is_e4m3):
+    """Each query and each new key that has a place, once, with its position; V is not rotated."""
+    filled, room, written = [4, 9, -1], 10, {}
+    kernel = device.append.Append(False, 2, is_e4m3)
+    monkeypatch.setattr(kernel, "locate", functools.partial(type(kernel).locate.__wrapped__, kernel))
+
+    def note(source, target, cos, sin, position, *descale):
+        assert (cos is None) == (sin is None)
+        written[which, source.array.item(), target.array.item()] = cos is not None, position, *descale
+
+    for name in ("move", "round"):
+        monkeypatch.setattr(kernel, name, note)
+
+    def rows(count):
+        return Values(np.arange(3 * count).reshape(3, count, 1, 1))
+
+    q, new, cache = rows(seqlen_q), rows(seqlen_new) if seqlen_new else None, rows(room)
+    count = max(seqlen_q, seqlen_new)
+    for number, which in itertools.product(range(3 * count), range(3)):
+        device.arch.block_idx = lambda place=(number, 0, which): place
+        caches = (new, new, cache, cache) if seqlen_new else (None,) * 4
+        lengths = Values(filled), None, "cos", "sin", None, None, None, seqlen_new, count
+        type(kernel).kernel.__wrapped__(kernel, q, q, *caches, *lengths)
+    expected = {}
+    for entry, start in enumerate(filled):
+        for row in range(seqlen_q):
+            at = entry * seqlen_q + row
+            expected[2, at, at] = True, start + seqlen_new - seqlen_q + row
+        for row in range(seqlen_new):
+            if 0 <= start + row < room:
+                for tensor in range(2):
+                    place = tensor, entry * seqlen_new + row, entry * room + start + row
+                    expected[place] = tensor == 0, start + row, *([None] if is_e4m3 else [])
+    assert written == expected
 
 
 def test_places_of_new_keys(device):

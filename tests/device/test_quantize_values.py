@@ -84,6 +84,7 @@ def test_head_dims(use_kernels, head_dims, dtype):
     check(use_kernels, True, *make(head_dims=head_dims, dtype=dtype))
 
 
+@pytest.mark.sampled(quick=1, slow=1)
 def test_without_rotation(use_kernels, keys_last):
     """Tensors that are (batch, heads, seqlen, head_dim) in memory; only whole blocks, and V keeps its layout."""
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in make(lengths=(128, 64)))
@@ -98,11 +99,18 @@ def offsets(lengths):
 def packed(lengths_q=(5, 0, 70, 64, 33), lengths_k=(9, 4, 130, 0, 66), slack=70):
     """Packed sequences, followed by rows that belong to none; NaN stands where nothing may be read."""
     q = randn(sum(lengths_q) + slack, 2, 64, seed=1)
-    k, v = (randn(sum(lengths_k) + slack, 1, 64, seed=i) for i in (2, 3))
+    k, v = (randn(sum(lengths_k) + slack, 1, d, seed=i) for i, d in ((2, 64), (3, 80)))
     for t, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k)):
         t[sum(lengths) :] = NAN
     k[9:40] *= 30
     return (q, k, v), {"cu_seqlens_q": offsets(lengths_q), "cu_seqlens_k": offsets(lengths_k)}
+
+
+def hide_keys(tensors, options, used):
+    options["seqused_k"] = torch.tensor(used, dtype=INT32)
+    for start, length, n in zip(options["cu_seqlens_k"].tolist(), (9, 4, 130, 0, 66), used, strict=False):
+        for t in tensors[1:]:
+            t[start + n : start + length] = NAN
 
 
 @pytest.mark.sampled(quick=0, slow=2)
@@ -110,11 +118,16 @@ def packed(lengths_q=(5, 0, 70, 64, 33), lengths_k=(9, 4, 130, 0, 66), slack=70)
 def test_packed_sequences(use_kernels, keys_last, used):
     tensors, options = packed()
     if used is not None:
-        options["seqused_k"] = torch.tensor(used, dtype=INT32)
-        for start, length, n in zip(options["cu_seqlens_k"].tolist(), (9, 4, 130, 0, 66), used, strict=False):
-            for t in tensors[1:]:
-                t[start + n : start + length] = NAN
+        hide_keys(tensors, options, used)
     check(use_kernels, keys_last, *tensors, **options)
+
+
+def test_all_options_with_packed_sequences(use_kernels):
+    tensors, options = packed()
+    for t, x in zip(tensors, (0, 3, -5), strict=True):
+        t += x
+    hide_keys(tensors, options, (9, 0, 70, 0, 1))
+    check(use_kernels, True, *tensors, **options, center_k=True, center_v=True)
 
 
 @pytest.mark.sampled(quick=0, slow=1)

@@ -169,15 +169,28 @@ def computed(problem, inputs, config, **order):
     )
 
 
+def check_kernel(call, config, seed, **order):
+    found = computed(call.problem, call.inputs, config, **order)
+    check(call, config, found, seed)
+    # also where no tile has the number: such tiles visit nothing
+    assert torch.equal(found, query_bounds_reference.query_bounds(call.problem, config, call.inputs)), seed
+
+
 @pytest.mark.sampled(quick=0, slow=5)
 @pytest.mark.parametrize("first", range(0, 200, 8))
 def test_the_kernel_writes_what_the_reference_does(first):
     for seed in range(first, first + 8):
-        call, config = RandomCall(seed, deterministic=seed % 8 > 5), CONFIGS[seed % 2]
-        found = computed(call.problem, call.inputs, config, warps_reversed=seed % 4 > 1)
-        check(call, config, found, seed)
-        # also where no tile has the number: such tiles visit nothing
-        assert torch.equal(found, query_bounds_reference.query_bounds(call.problem, config, call.inputs)), seed
+        call = RandomCall(seed, deterministic=seed % 8 > 5)
+        check_kernel(call, CONFIGS[seed % 2], seed, warps_reversed=seed % 4 > 1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_packed_sequences_of_all_modifiers(deterministic):
+    for seed in (169, 338) if not deterministic else (82,):
+        call = RandomCall(seed, deterministic)
+        assert call.is_packed
+        assert all(t is not None for t in call.inputs.modifiers[:3])
+        check_kernel(call, CONFIGS[1], seed)
 
 
 def test_more_blocks_than_a_warp_has_lanes():

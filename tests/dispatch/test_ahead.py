@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import onepass
+from onepass import ForwardConfigSm90
 from onepass.dispatch import ahead, backends
-from onepass.kernels.compiler import compile, pool
+from onepass.dispatch import attention as dispatch
+from onepass.kernels.compiler import compile, disk_cache, pool
 from onepass.kernels.heuristics import tuned
 from onepass.problem import AttentionProblem, Mask, Quantization
 
@@ -108,6 +110,17 @@ def test_no_other_lengths(requested, monkeypatch, rank, cpus, changes):
     assert sorted(set(requested)) == sorted(requested)
 
 
+def test_the_kernels_of_a_given_configuration(requested, monkeypatch):
+    """Those that the call will ask for: no other lengths have this configuration, and few losses use lse."""
+    crews, config, asked = [], ForwardConfigSm90(tile_n=64), problem(128)
+    monkeypatch.setattr(pool, "num_cpus", lambda: 16)
+    monkeypatch.setattr(pool, "num_early", lambda: 9)
+    monkeypatch.setattr(pool, "compile_behind", lambda requests, *_: crews.append([r.kernel for r in requests]))
+    ahead.compile_with_backward("sm90", asked, CUDA, config)
+    backward = dispatch.backward_requests("sm90", asked, False)
+    assert crews == [[dispatch.compile_request("sm90", asked, config).kernel, *(r.kernel for _, r in backward)]]
+
+
 def test_other_lengths_have_as_many_tokens():
     """8192 tokens of packed sequences, or the batch or the number of tokens of 2 x 8192."""
     packed, dense = (
@@ -153,13 +166,22 @@ def test_only_calls_that_need_gradients(monkeypatch):
 
 
 def test_workers_start_early_where_no_kernel_is_cached(requested, monkeypatch, tmp_path):
+    def refuse(*_):
+        raise PermissionError
+
     counts = []
     monkeypatch.setattr(pool, "start_early", counts.append)
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "kernels"))
     ahead.start_early()
     assert counts == [ahead.EARLY_WORKERS]
+    with monkeypatch.context() as without_processes:
+        without_processes.setattr(pool, "start_early", refuse)
+        ahead.start_early()
     (tmp_path / "kernels" / f"{'0' * 32}.o").touch()
     ahead.start_early()
+    with monkeypatch.context() as of_another_user:
+        of_another_user.setattr(disk_cache, "cache_directory", refuse)
+        ahead.start_early()
     monkeypatch.setattr(compile, "has_disk_cache", lambda: False)
     ahead.start_early()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

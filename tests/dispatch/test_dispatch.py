@@ -12,7 +12,7 @@ from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends, decode, fp8, partials
 from onepass.kernels.config import HOPPER, BackwardConfigSm80
 from onepass.kernels.heuristics import tuned
-from onepass.problem import AttentionProblem, Mask
+from onepass.problem import AttentionProblem, Mask, Quantization
 from onepass.problem.decode import DecodeProblem
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -212,3 +212,30 @@ def test_a_configuration_is_checked_for_the_gpu_of_the_tensors(gpu, monkeypatch)
     monkeypatch.setattr(ForwardConfigSm80, "check", lambda config, problem, arch: seen.append(arch))
     dispatch.require(problem(), "sm80", ForwardConfigSm80(), device)
     assert seen == ["sm80 on cuda:1"]
+
+
+@pytest.mark.parametrize("of_block", ["tiled", None])
+def test_an_operator_of_a_graph_chooses_again_in_a_block(gpu, monkeypatch, of_block):
+    """For its own tensors and configuration. An operator whose call names a backend keeps it."""
+    gpu(9, 0)
+    device, config, asked = torch.device("cuda", 1), ForwardConfigSm90(tile_n=128), []
+    over_cache = DecodeProblem(problem())
+    for module, name in ((dispatch, "require"), (decode, "require_decode")):
+        monkeypatch.setattr(module, name, lambda *given: asked.append(given) or "chosen")
+
+    def run(argument):
+        of_cache = decode.decode_backend_at_run(argument, over_cache, device)
+        return dispatch.backend_at_run(argument, problem(), config, device), of_cache
+
+    assert run("traced:sm90") == run("sm90") == ("sm90", "sm90")
+    with onepass.use_backend(of_block):
+        assert run("sm90") == ("sm90", "sm90")
+        assert asked == []
+        assert run("traced:sm90") == ("chosen", "chosen")
+    assert asked == [(over_cache, None, device), (problem(), None, config, device)]
+
+
+def test_a_quantized_call_has_no_gradients_to_speak_of(gpu):
+    gpu(9, 0)
+    asked = replace(problem(torch.float8_e4m3fn, batch=70000), quantization=Quantization(BF16))
+    assert dispatch.choose(asked).reason == "Hopper kernels (CuTe DSL)"

@@ -515,6 +515,43 @@ def changes_in_place(rank: int) -> dict[str, str]:
     return found
 
 
+def parts_of_a_loss(rank: int) -> str:
+    """Gradients of out alone and of lse alone, of rows and of a term alone, are those of one device.
+
+    Returns: what a second derivative says.
+    """
+    tensors = qkv(40)
+    terms = {"sinks": torch.ones(8), "alibi_slopes": torch.full((8,), 0.1), "bias": normal(1, 1, 1, 40)}
+    weights = {"out": normal(1, 40, 8, 16, seed=1), "lse": normal(1, 8, 40, seed=2)}
+    for engine_name in ("keys", "heads"):
+        plan = distributed.plan(40, causal=True, engine=engine_name, keep_gathered=True, **HEADS)
+        for wanted, part in itertools.product(("q", "k", "v", *terms), weights):
+            found = []
+            for function, cut in ((onepass.attention, None), (distributed.attention, plan)):
+                named = dict(zip("qkv", tensors, strict=True)) | terms
+                leaf = named[wanted] = named[wanted].clone().requires_grad_()
+                own = [t if cut is None else cut.shard(t, 1) for t in (named.pop(name) for name in "qkv")]
+                plans = {"causal": True} if cut is None else {"plan": cut}
+                result = getattr(function(*own, **plans, **named, return_lse=True), part)
+                dim = 1 if part == "out" else 2
+                weight = weights[part] if cut is None else cut.shard(weights[part], dim)
+                assert result.is_contiguous()
+                (gradient,) = torch.autograd.grad((result * weight).sum(), leaf)
+                found.append(gradient)
+            if wanted in "qkv":
+                dist.all_reduce(found[1])
+            torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5, msg=f"{engine_name}, d{wanted} of {part}")
+    with torch.autocast("cpu", torch.bfloat16):
+        slopes = terms["alibi_slopes"].bfloat16()
+        out = distributed.attention(*(plan.shard(t, 1) for t in tensors), plan, alibi_slopes=slopes)
+        right = plan.shard(onepass.attention(*tensors, causal=True, alibi_slopes=slopes), 1)
+        torch.testing.assert_close(out, right, rtol=2e-2, atol=2e-2)
+    leaf = plan.shard(tensors[0], 1).requires_grad_()
+    out = distributed.attention(leaf, *(plan.shard(t, 1) for t in tensors[1:]), plan)
+    (gradient,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+    return message_of(gradient.sum().backward)
+
+
 def kept_buffers(rank: int) -> None:
     """Received tensors live until the first backward that does not retain the graph, and not without gradients."""
     heads = dict.fromkeys(("num_heads_q", "num_heads_kv", "chunks"), 16)

@@ -48,6 +48,25 @@ def test_work_and_tokens_are_equal(mask):
         assert max(abs(w - mean) for w in work) <= SLACK * mean
 
 
+def test_the_slowest_rank_of_the_balanced_layout_needs_the_least_time():
+    """Of the layouts that divide none, one or some sequences first; keys that travel count, too."""
+    rng, chosen = random.Random(0), set()
+    for _ in range(100):
+        num_ranks = rng.choice([2, 3, 5, 8])
+        tokens = num_ranks * rng.choice([512, 2048, 8192])
+        offsets = (0, *sorted(rng.sample(range(1, tokens), rng.randint(1, 6))), tokens)
+
+        def seconds(layout, offsets=offsets):
+            pairs = zip(work_of(layout, offsets, CAUSAL), received(layout, offsets, CAUSAL), strict=True)
+            return max(work + layouts.PAIRS_OF_A_ROW * rows for work, rows in pairs)
+
+        several = [layouts._Division(num_ranks, offsets, CAUSAL).make(n) for n in (0, 1, num_ranks)]
+        costs = [seconds(layout) for layout in several]
+        assert seconds(make_layout("balanced", num_ranks, offsets, CAUSAL)) == min(costs)
+        chosen.add(costs.index(min(costs)))
+    assert chosen == {0, 1, 2}
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_sequences_of_a_share_stay_whole(num_ranks):
     """Nothing travels where whole sequences fill the ranks."""

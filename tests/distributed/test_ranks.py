@@ -143,6 +143,11 @@ def test_changes_in_place():
             assert "has been modified by an inplace operation" in message
 
 
+def test_parts_of_a_loss():
+    for message in run_ranks(2, rank_checks.parts_of_a_loss):
+        assert "once_differentiable" in message
+
+
 def test_kept_buffers():
     run_ranks(2, rank_checks.kept_buffers)
 

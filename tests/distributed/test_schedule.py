@@ -423,6 +423,41 @@ def test_plan_chooses_for_its_hardware():
         distributed.plan(64, hardware=45, **arguments)
 
 
+@pytest.mark.parametrize("keep_gathered", [False, True])
+def test_candidates_are_estimated_for_the_hardware_that_is_asked_for(keep_gathered):
+    network, host = distributed.Hardware(bandwidth=45e9), distributed.Hardware()
+    arguments = {"num_ranks": 8, "num_heads_q": 32, "num_heads_kv": 8, "causal": True, "keep_gathered": keep_gathered}
+    plan = distributed.plan(8 * 8192, hardware=network, **arguments)
+    for hardware in (None, network, host):
+        for found in plan.candidates(hardware):
+            expected = cost.estimate(found.schedule, 128, hardware or network, keep_gathered=keep_gathered)
+            assert found.costs == expected, (found.engine, hardware)
+        fastest = min(plan.candidates(hardware), key=lambda found: found.costs.seconds)
+        assert fastest.engine == ("heads" if hardware is host else plan.engine)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "layout"),
+    [
+        (1000, {"causal": True}, "head_tail"),
+        (1000, {}, "contiguous"),
+        (1000, {"window": (9, 0)}, "contiguous"),
+        (1000, {"window": (None, 9)}, "head_tail"),
+        (1000, {"causal": True, "engine": 2}, "head_tail"),
+        (1000, {"causal": True, "engine": "heads"}, "contiguous"),
+        ([0, 700, 1000], {"causal": True}, "balanced"),
+        ([0, 700, 1000], {"engine": "heads"}, "contiguous"),
+        ([0, 1000], {"causal": True, "num_ranks": 1, "engine": 1}, "contiguous"),
+    ],
+)
+def test_the_layout_is_chosen(tokens, options, layout):
+    given = {"num_ranks": 4, "num_heads_q": 8, "num_heads_kv": 8, "engine": "keys"} | options
+    plan = distributed.plan(tokens, **given)
+    assert plan.layout_name == layout
+    if given["num_ranks"] == 1:
+        assert len(distributed.plan(2**20, **given).schedule.steps) == 1
+
+
 def test_describe_lists_engines():
     plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, causal=True, engine="keys", chunks=4)
     # the plan stays what it is for other hardware

@@ -7,8 +7,10 @@ file prints the cost of the order.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
+from collections import OrderedDict
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -256,6 +258,40 @@ def test_groups_of_heads_are_balanced(seqlen, group):
     """Groups take about the steps of equally many heads without groups."""
     (alone, _), (grouped, _) = cost(seqlen, None, 0, 1), cost(seqlen, None, 0, group)
     assert grouped < 1.05 * alone, (alone, grouped)
+
+
+def misses(tiles, num_ctas, room):
+    """The share of visits whose block of queries is not among the `room` blocks that were visited last."""
+    kept, drawn, found = OrderedDict(), itertools.count(num_ctas), 0
+    events = [(0, cta, cta, 0) for cta in range(num_ctas)]  # in step: time, thread block, tile, step of it
+    while events:
+        now, cta, number, step = heapq.heappop(events)
+        if number >= len(tiles):
+            continue
+        found += tiles[number][step] in kept
+        kept[tiles[number][step]] = None
+        kept.move_to_end(tiles[number][step])
+        if len(kept) > room:
+            kept.popitem(last=False)
+        is_last = step == len(tiles[number]) - 1
+        heapq.heappush(events, (now + 1, cta, next(drawn) if is_last else number, 0 if is_last else step + 1))
+    return 1 - found / sum(map(len, tiles))
+
+
+def test_heads_of_a_group_share_blocks_of_queries():
+    """Two waves of tiles, longest first: with heads_together nearly all visits are of blocks that are in L2."""
+    seqlen, group, heads, num_ctas = 2048, 4, 4, 32
+    case = Case(seqlen, seqlen, None, 0, 64, 128, group)
+    number_of = itertools.count()
+    apart, together = [], []
+    for n_block, head in itertools.product(range(seqlen // case.tile_n), range(heads)):
+        apart.append(list(visits(case, n_block, head, in_turns=False)))
+        ascends = next(number_of) // num_ctas % 2 == 1
+        together.append(list(visits(case._replace(descending=ascends), n_block, head)))
+        assert sorted(apart[-1]) == sorted(together[-1])
+    room = seqlen // case.tile_m * group  # the blocks of one kv head
+    assert misses(together, num_ctas, room) < 0.2
+    assert misses(apart, num_ctas, room) > 0.4
 
 
 def test_a_head_with_a_tile_for_every_thread_block_is_worked_on_alone():

@@ -102,12 +102,32 @@ MANY_SHORT = [
     case(257, 200, batch=130, heads=(2, 1), head_dim=64),
     case(300, 100, batch=33, heads=(4, 4), head_dim=128, causal=True),
     case(90, 100, batch=66, heads=(2, 2), head_dim=40, head_dim_v=72, dtype=FP16),
+    case(200, 300, batch=66, heads=(2, 2), head_dim=96, causal=True),
+    case(130, 200, batch=66, heads=(2, 2), head_dim=72, dtype=FP16, causal=True),
     case(1, 512, batch=132, heads=(1, 1), head_dim=128),
     case(100, 150, batch=132, heads=(1, 1), head_dim=64, used=tuple(range(19, 151)), window=(30, 9), sinks=True),
     case(200, 200, batch=132, heads=(1, 1), head_dim=64, window=(-20, 90)),
     case(200, 200, batch=132, heads=(1, 1), head_dim=128, window=(-100, None), sinks=True),
     case(140, 150, batch=66, heads=(4, 2), head_dim=128, window=(90, -70), dtype=FP16),
 ]
+
+
+# under a causal mask, more tiles of grouped heads than multiprocessors (BackwardConfigSm90.heads_together)
+TWO_WAVES = [
+    case(size(300, 80), size(400, 99), batch=size(40, 2), heads=(8, 2), head_dim=64, causal=True),
+    case(size(400, 99), size(300, 80), batch=size(40, 2), heads=(6, 2), head_dim=128, dtype=FP16, causal=True),
+    case(size(200, 70), size(500, 90), batch=size(40, 2), heads=(4, 1), head_dim=96, causal=True),
+    case(size(300, 80), size(400, 99), batch=size(20, 2), heads=(4, 2), head_dim=256, causal=True),
+]
+
+
+def test_the_tiles_of_two_waves_visit_heads_together():
+    assert all(heuristics.backward_config_sm90(problem_of(case.call())).heads_together for case in TWO_WAVES)
+
+
+@cases(TWO_WAVES)
+def test_two_waves_of_tiles(case):
+    check_gradients(case.call())
 
 
 def test_the_many_short_sequences_have_a_private_dq():

@@ -292,14 +292,15 @@ WINDOWS = [
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_flash_forward_and_backward(dropout_p, is_packed, is_causal, sides, window):
-    q, k, v = (heads_second(t) for t in qkv(heads=4, kv_heads=2))
-    offsets, options = None, {"window": window, "softmax_scale": 0.3}
+    q, k, v = (heads_second(t) for t in qkv(heads=4, kv_heads=2, seqlen_k=43))
+    sizes, options = (None, None, 37, 43), {"window": window, "softmax_scale": 0.3}
     if is_packed:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-        offsets = torch.tensor([0, 20, 74], dtype=torch.int32)
-        options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        offsets = [torch.tensor([0, end, rows], dtype=torch.int32) for end, rows in ((20, 74), (31, 86))]
+        options |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
+        sizes = *offsets, 54, 55
     given = {"scale": 0.3, "window_size_left": sides[0], "window_size_right": sides[1]}
-    arguments = q, k, v, offsets, offsets, 54, 54, dropout_p, is_causal, False
+    arguments = q, k, v, *sizes, dropout_p, is_causal, False
     torch.manual_seed(1)
     out, lse, rng, unused, _ = operators.flash_forward(*arguments, **given)
     into = torch.full_like(out, torch.nan)
@@ -311,7 +312,7 @@ def test_flash_forward_and_backward(dropout_p, is_packed, is_causal, sides, wind
     tensors = [t.double() for t in (q, k, v)]
     dropped = {"dropout_p": dropout_p, "dropout_state": calls.state_of(rng, dropout_p)} if dropout_p else {}
     expected = results(lambda *t: function(*t, **options, **dropped).out, *tensors)
-    rest = offsets, offsets, 54, 54, dropout_p, is_causal, rng, unused
+    rest = *sizes, dropout_p, is_causal, rng, unused
     assert_close([out, *operators.flash_backward(2 * out, q, k, v, out, lse, *rest, **given)], expected)
     if dropout_p:
         return
@@ -344,15 +345,15 @@ def test_cudnn_operators(dropout_p):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_cudnn_operators(is_causal, dropout_p):
-    q, k, v = (normal(30, h, 16, seed=i) for i, h in enumerate((4, 2, 2)))
-    offsets = torch.tensor([0, 9, 30], dtype=torch.int32)
-    sizes = offsets, offsets, 21, 21
+    q, k, v = (normal(n, h, 16, seed=i) for i, (n, h) in enumerate(((30, 4), (34, 2), (34, 2))))
+    offsets = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 9, 30], [0, 12, 34])]
+    sizes = *offsets, 21, 22
     out, lse, *cut, seed, offset, _ = operators.cudnn_forward(
         q, k, v, None, *sizes, True, dropout_p, is_causal, scale=0.3
     )
     assert lse.shape == (30, 4, 1)
     assert cut == list(sizes)
-    options = {"causal": is_causal, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "softmax_scale": 0.3}
+    options = {"causal": is_causal, "softmax_scale": 0.3, "cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1]}
     if dropout_p:
         options |= {"dropout_p": dropout_p, "dropout_state": calls.state_of(seed, dropout_p)}
     expected = results(lambda *t: reference.attention_varlen(*t, **options).out, *(t.double() for t in (q, k, v)))

@@ -1,5 +1,8 @@
 """vLLM's caches as views for onepass, and writing to them; vLLM itself is not needed."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -51,3 +54,20 @@ def test_writing(name, is_e4m3):
             assert torch.equal(rows[slot], expected)
         others = [slot for slot in range(12) if slot not in (9, 0, 6)]
         assert (rows[others] == (0 if is_e4m3 else -1)).all()
+
+
+@pytest.mark.parametrize("is_e4m3", [False, True])
+def test_a_gpu_writes_with_the_kernel_of_vllm(is_e4m3, monkeypatch):
+    given = []
+    kernels = SimpleNamespace(reshape_and_cache_flash=lambda *arguments: given.append(arguments))
+    monkeypatch.setitem(sys.modules, "vllm._custom_ops", kernels)
+    whole = torch.zeros(3, 2, 4, 2, 8, dtype=torch.uint8 if is_e4m3 else torch.float32)
+    k, v = cache.keys_and_values(whole, 8, is_e4m3)
+    key = SimpleNamespace(is_cuda=True)
+    cache.write(key, "value", k, v, "slots", "k_descale", "v_descale")
+    ((found_key, value, k_cache, v_cache, *rest),) = given
+    assert (found_key, value) == (key, "value")
+    assert rest == ["slots", "fp8_e4m3" if is_e4m3 else "auto", "k_descale", "v_descale"]
+    for found, view in ((k_cache, k), (v_cache, v)):
+        assert found.dtype == whole.dtype
+        assert (found.data_ptr(), found.shape, found.stride()) == (view.data_ptr(), view.shape, view.stride())

@@ -83,6 +83,10 @@ CASES = (
     (BackwardConfigSm90(by_gradient=True), "private_dq", (False, True), {False}, {}),
     (BackwardConfigSm90(), "private_dq", (False, True), {False, True}, {}),
     (BackwardConfigSm90(), "private_dq", (False, True), {False}, {"has_alibi": True}),
+    (BackwardConfigSm90(), "heads_together", (False, True), {False, True}, {}),
+    (BackwardConfigSm90(), "heads_together", (False, True), {False}, {"deterministic": True}),
+    (BackwardConfigSm90(), "heads_together", (False, True), {False}, {"is_packed": True}),
+    (BackwardConfigSm90(heads_together=True), "private_dq", (False, True), {False}, {}),
 )
 
 

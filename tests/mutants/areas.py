@@ -348,7 +348,11 @@ AREAS = (
         (
             Group(
                 ("onepass/distributed/decode.py",),
-                ("tests/distributed/test_decode_on_ranks.py", "tests/distributed/test_disagreements.py"),
+                (
+                    "tests/distributed/test_passed_options.py",
+                    "tests/distributed/test_decode_on_ranks.py",
+                    "tests/distributed/test_disagreements.py",
+                ),
             ),
             Group(("onepass/distributed/agreement.py",), ("tests/distributed/test_disagreements.py",)),
             Group(
@@ -358,6 +362,7 @@ AREAS = (
             Group(
                 ("onepass/distributed/*.py",),
                 (
+                    "tests/distributed/test_passed_options.py",
                     "tests/distributed/test_local_calls.py",
                     "tests/distributed/test_schedule.py",
                     "tests/distributed/test_routes.py",
@@ -406,11 +411,16 @@ AREAS = (
     Area(
         "cli",
         (
-            Group(("onepass/cli/demo*.py",), ("tests/tools/test_demo.py",)),
-            Group(("onepass/cli/tune.py",), ("tests/tools/test_cli_tune.py",)),
+            Group(("onepass/cli/demo*.py",), ("tests/tools/test_cli_tables.py", "tests/tools/test_demo.py")),
+            Group(("onepass/cli/tune.py",), ("tests/tools/test_cli_tables.py", "tests/tools/test_cli_tune.py")),
             Group(
                 ("onepass/cli/*.py",),
-                ("tests/tools/test_cli.py", "tests/tools/test_cli_bench.py", "tests/tools/test_cli_progress.py"),
+                (
+                    "tests/tools/test_cli_tables.py",
+                    "tests/tools/test_cli.py",
+                    "tests/tools/test_cli_bench.py",
+                    "tests/tools/test_cli_progress.py",
+                ),
             ),
             Group(
                 ("onepass/__main__.py", "onepass/log.py", "onepass/startup.py"),

@@ -3,7 +3,7 @@
     pytest -p peer_tests --peer-cases 40 --peer-seed 0 --peer-device cpu test_flash_attn.py
 
 It samples the cases of each test function as a Latin hypercube over its parameters, so that each value of each
-parameter is met equally often, and it lets tests that ask for device="cuda" run on a CPU. docs/guide/peer_tests.md says
+parameter is met equally often, and it lets tests that ask for device="cuda" run on a CPU. tests/peers/README.md says
 how to get the tests, and which cases are known to test the other library's internals.
 """
 

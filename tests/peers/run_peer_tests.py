@@ -2,7 +2,7 @@
 
     python tests/peers/run_peer_tests.py --tests FOLDER --results peer-tests.json --workers 30
 
-FOLDER has the folders of docs/guide/peer_tests.md. Each process runs one test function with one seed on one GPU, since
+FOLDER has the folders of tests/peers/README.md. Each process runs one test function with one seed on one GPU, since
 collecting a whole file makes half a million cases. Kernels are compiled by the process that needs them first. Cases
 that have ended according to the results file are not run again, so that several short runs on a machine add up.
 Processes share the memory of a GPU, and some cases need most of it: failures are tried again at the end, with two

@@ -175,8 +175,11 @@ def test_what_the_backend_says_of_itself(backend):
     assert onepass_backend.supports_sink()
     assert onepass_backend.supports_sliding_window()
     assert onepass_backend.supports_non_causal()
-    assert {"auto", "bfloat16", "fp8", "fp8_e4m3"} <= set(onepass_backend.supported_kv_cache_dtypes)
-    assert "fp8_e5m2" not in onepass_backend.supported_kv_cache_dtypes
+    assert onepass_backend.supported_dtypes == [torch.float16, torch.bfloat16, torch.float32]
+    assert onepass_backend.supported_kv_cache_dtypes == ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+    # the cache is written by `do_kv_cache_update`, and out by `forward` into a tensor of vLLM
+    assert onepass_backend.forward_includes_kv_cache_update is False
+    assert onepass_backend.accept_output_buffer is True
     assert [size.base for size in onepass_backend.get_supported_kernel_block_sizes()] == [16]
     assert onepass_backend.get_kv_cache_shape(5, 16, 2, 64) == (5, 2, 16, 2, 64)
     assert onepass_backend.get_name() == "CPU_ATTN"

@@ -1,6 +1,6 @@
 """The Hopper backward as a model: its barriers and the order of waits and arrivals, without any arithmetic.
 
-The model has the barriers of producer.py, consumer.py, wide.py and turns.py of sm90/backward and of
+The model has the barriers of producer.py, consumer.py, exchange.py, wide.py and turns.py of sm90/backward and of
 blocks/tiles/queue.py: every warp is a process, and so are copies and additions. They run step by step in random order,
 some of them seldom.
 A GEMM reads its buffers from its issue until a wait covers it; contents are tagged with tile and step.

@@ -274,8 +274,8 @@ NOT_PACKED = {
     "k_cache: expected batch 3 like cu_seqlens_q (or pages, with a page_table), got 4": {
         name: torch.zeros(4, 70, 2, 8, dtype=torch.float64) for name in ("k_cache", "v_cache")
     },
-    "k_new: expected None beside cu_seqlens_q": dict.fromkeys(("k_new", "v_new"), torch.zeros(3, 1, 2, 8)),
-    "rotary_cos: expected None beside cu_seqlens_q": dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(80, 4)),
+    "k_new: expected None with cu_seqlens_q": dict.fromkeys(("k_new", "v_new"), torch.zeros(3, 1, 2, 8)),
+    "rotary_cos: expected None with cu_seqlens_q": dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(80, 4)),
     "max_seqlen_q: expected an int, a tensor of one integer or None, got 2.5": {"max_seqlen_q": 2.5},
     "max_seqlen_q: expected at least 0, got -1": {"max_seqlen_q": -1},
 }
@@ -330,6 +330,20 @@ def test_a_cache_of_one_page():
     table = lengths(0)[None]
     out = onepass.attention_decode(q, k, v, cache_seqlens=lengths(9), page_table=table)
     same(out, onepass.attention_decode(q, k, v, cache_seqlens=lengths(9)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_caches_of_inference_mode_take_new_keys(dtype):
+    """torch itself lets nobody write to them outside of that mode."""
+    new = randn(2, 3, 2, 8, dtype=torch.float32)
+    with torch.inference_mode():
+        caches = [torch.zeros(2, 9, 2, 8).to(dtype) for _ in "kv"]
+    call = {"cache_seqlens": lengths(2, 6), "k_new": new, "v_new": new}
+    onepass.attention_decode(new.repeat(1, 1, 2, 1), *caches, **call)
+    for cache in caches:
+        for b, n in enumerate((2, 6)):
+            assert torch.equal(cache[b, n : n + 3].float(), new[b].to(dtype).float())
+            assert cache[b].float().count_nonzero() == new[b].to(dtype).float().count_nonzero()
 
 
 def test_a_cache_without_pages():
@@ -557,7 +571,7 @@ REFUSED = {
     "num_splits: expected 1 to 256": {"num_splits": 0},
     "num_splits: expected an int or None, got 2.0": {"num_splits": 2.0},
     "split_size: expected a multiple of 64 keys, got 100": {"split_size": 100},
-    "split_size: expected None beside num_splits, got 64": {"split_size": 64, "num_splits": 2},
+    "split_size: expected None with num_splits, got 64": {"split_size": 64, "num_splits": 2},
     "rotary_sin: expected a torch.Tensor where the other of rotary_cos and rotary_sin is given, got None": {
         "rotary_cos": COS
     },

@@ -195,12 +195,12 @@ REFUSED = {
         "none",
         {"q": torch.zeros(BATCH, 3, 4, 8).to(E4M3)},
     ),
-    "k_descale: expected None beside a cache of torch.bfloat16, got Tensor": (
+    "k_descale: expected None with a cache of torch.bfloat16, got Tensor": (
         "none",
         {"k_cache": torch.zeros(BATCH, ROOM, 2, 8).bfloat16(), "v_cache": torch.zeros(BATCH, ROOM, 2, 6).bfloat16()}
         | {"k_descale": ONE, "v_descale": ONE},
     ),
-    "kv_block: expected None beside a cache of torch.bfloat16, got 16": (
+    "kv_block: expected None with a cache of torch.bfloat16, got 16": (
         "none",
         {"k_cache": torch.zeros(BATCH, ROOM, 2, 8).bfloat16(), "v_cache": torch.zeros(BATCH, ROOM, 2, 6).bfloat16()}
         | {"kv_block": 16},

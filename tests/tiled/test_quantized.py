@@ -477,6 +477,18 @@ def test_p_is_rounded():
     assert out.item() == pytest.approx(rounded / (1 + p), rel=1e-5)
 
 
+def test_scores_far_below_zero_leave_p_its_bits():
+    """P is rounded relative to its row's maximum: alone, a P of e^-12 would be rounded by a quarter."""
+    q, k, v = make(batch=1, seqlen_q=3, seqlen_k=256)
+    q[:], k[:] = 0.1 * q, 0.1 * k
+    q[..., 0], k[..., 0] = 8.0, -8.0
+    quantized = onepass.quantize_fp8(q, k, v + 1.0)
+    out = onepass.attention(quantized, softmax_scale=12 / 64)
+    exact = reference.attention(*quantized.dequantize(), softmax_scale=12 / 64)
+    assert (exact.lse - (math.log(256) - 12)).abs().max() < 1.0
+    torch.testing.assert_close(out.double(), exact.out, rtol=0.03, atol=0.03)
+
+
 @pytest.mark.parametrize("granularity", codec.GRANULARITIES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_descale_is_that_of_the_finite_values(granularity, value):

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import onepass
+from onepass import reference
+from onepass.problem import Mask
 
 INT32 = torch.int32
 NAN = float("nan")
@@ -131,6 +133,56 @@ def test_special_values_reach_only_rows_that_see_them(where, options, value, dty
     for gradient, expected in ((dk, dk_clean), (dv, dv_clean)):
         torch.testing.assert_close(gradient[1, untouched], expected[1, untouched], **close)
         torch.testing.assert_close(gradient[0], expected[0], **close)
+
+
+MASKS = {
+    "keys that nobody sees": {"window": (None, -3)},
+    "window": {"window": (3, 2)},
+    "ranges": {"key_ranges": torch.tensor([[4, 9], [0, 20], [15, 11]], dtype=INT32).repeat(8, 1)[None, None]},
+    "a head that sees nothing": {
+        "key_ranges": torch.tensor([0, 24] * 4, dtype=INT32).view(1, 4, 1, 2).repeat(1, 1, 24, 1)
+    },
+    "bias": {
+        "bias": torch.zeros(1, 1, 24, 24, dtype=torch.float64).masked_fill(torch.ones(24, 24).tril(-1) > 0, -torch.inf)
+    },
+}
+
+
+MASKS["a head that sees nothing"]["key_ranges"][:, 2] = 0
+
+
+# with ranges row 14 sees nothing, and beside a window nobody sees key 23
+@pytest.mark.parametrize(("row", "value"), [(14, NAN), (23, float("inf"))])
+@pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("where", ["q", "k", "v", "dout", "dlse", "sinks"])
+def test_a_special_value_reaches_only_gradients_that_depend_on_it(where, options, row, value):
+    """A row depends on its own values and on the keys that it sees, and the gradients of a key on rows that see it."""
+    tensors = dict(zip("qkv", qkv(), strict=True)) | {"sinks": torch.randn(4, dtype=torch.float64)}
+    tensors |= {"dout": torch.randn_like(tensors["q"]), "dlse": torch.randn(2, 24, 4, dtype=torch.float64)}
+    head = 1 if where in ("k", "v") else 2
+    at = head if where == "sinks" else (1, row, head)
+
+    def run(value):
+        given = {name: t.clone() for name, t in tensors.items()}
+        given[where][at] = value
+        leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "sinks")]
+        q, k, v, sinks = leaves
+        results = onepass.attention(q, k, v, sinks=sinks, return_lse=True, **options)
+        return torch.autograd.grad(tuple(results), leaves, (given["dout"], given["dlse"].transpose(1, 2)))
+
+    q, k, _ = (tensors[name].transpose(1, 2) for name in "qkv")
+    mask = Mask.from_options(False, options.get("window"))
+    others = {name: x for name, x in options.items() if name != "window"}
+    seen = reference.pairs_of(q, k, mask, **others).visible.expand(2, 4, 24, 24)
+    wild = torch.zeros(2, 24, 4, dtype=torch.bool)  # rows that depend on the value
+    if where in ("k", "v"):
+        wild[1, :, 2:] = seen[1, 2:, :, row].T
+    else:
+        wild[(slice(None), slice(None), head) if where == "sinks" else at] = True
+    keys = (seen & wild.transpose(1, 2)[..., None]).any(2).unflatten(1, (2, 2)).any(2).transpose(1, 2)
+    of_sinks = wild.flatten(0, 1).any(0)
+    for found, right, depends in zip(run(value), run(0.5), (wild, keys, keys, of_sinks), strict=True):
+        torch.testing.assert_close(found[~depends], right[~depends], rtol=1e-11, atol=1e-12)
 
 
 def test_nothing_past_seqused_k_matters():

@@ -267,14 +267,16 @@ def test_autograd_asks_for_the_gradients_that_are_required(monkeypatch, wants):
             torch.testing.assert_close(tensors[name], terms[name].grad)
 
 
-@pytest.mark.parametrize("kind", ["bias", "alibi_slopes", "both"])
-def test_a_large_term_of_a_hidden_pair(kind):
-    """exp of such a score is infinite in float32, and a mask hides it."""
+@pytest.mark.parametrize("kind", ["bias", "alibi_slopes", "both", "far below"])
+def test_a_large_term(kind):
+    """exp of such a score is infinite in float32, and a mask hides it; or exp of all scores of a row is 0."""
     torch.manual_seed(0)
     tensors = [torch.randn(1, 300, 2, 8) for _ in range(3)]
     terms, window = {}, (None, 0)
     if kind == "bias":
         terms["bias"] = torch.full((1, 1, 300, 300), 500.0).triu(1)
+    elif kind == "far below":
+        terms["bias"] = torch.randn(1, 1, 300, 300) - 200.0
     else:
         terms["alibi_slopes"] = torch.tensor([-1.0, 0.5])
         tensors[0][:, :] *= 0.01  # the visible keys farthest away have a large term, too

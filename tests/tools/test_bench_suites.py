@@ -380,7 +380,7 @@ def test_fp8(fp8_suite, tmp_path, capsys):
     with pytest.raises(SystemExit, match="0"):
         fp8.SUITE.main(["--summarize", *(str(tmp_path / name) for name in ("slow", "fast", "fast"))])
     text = capsys.readouterr().out
-    assert "from rows of e4m3: rows beside fa3, 3 runs" in text
+    assert "from rows of e4m3: rows vs. fa3, 3 runs" in text
     assert "all: geometric mean 1.000, least 1.000" in text
     assert "from bfloat16" not in text  # nobody to compare with
 

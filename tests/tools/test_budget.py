@@ -11,7 +11,7 @@ import onepass
 from onepass import reference
 from onepass.bench.cases import Case, make_inputs
 from onepass.bench.check import Oracle
-from onepass.testing import Call, compare, compare_gradients, fp8_budget, random_call
+from onepass.testing import Call, compare, compare_gradients, compare_lse, fp8_budget, random_call
 from onepass.testing.budget import GRADIENT_FACTOR, OUT_FACTOR
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -208,6 +208,28 @@ def test_wrong_places_of_nan_and_inf_fail_and_right_ones_are_not_projected_on():
     assert abs(row.scale.error) < 1e-4
     assert not compare("out", plain.nan_to_num(0.0), exact, plain).ok
     assert not compare("out", plain.masked_fill(plain > 2, torch.nan), exact, plain).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lse_may_be_off_by_its_tolerance(dtype):
+    absolute, relative = (1e-11, 1e-12) if dtype == torch.float64 else (1e-4, 1e-5)
+    oracle = torch.tensor([[0.5, -20.0, -torch.inf, torch.inf]], dtype=torch.float64)
+    assert compare_lse(oracle.to(dtype), oracle).ok
+    for place, factor in ((0, 0.9), (0, 1.1), (1, 0.9), (1, 1.1)):
+        moved = oracle.clone()
+        moved[0, place] += factor * (absolute + relative * oracle[0, place].abs())
+        found = compare_lse(moved.to(dtype), oracle)
+        assert found.ok == (factor < 1)
+        assert (found.where, found.budget) == ((0, place), 1.0)
+        assert found.error == pytest.approx(factor, rel=0.05)
+        assert found.rms_error == pytest.approx(float((moved - oracle)[0, place]) / 2, rel=0.05)
+    for place, value in ((0, torch.nan), (0, -torch.inf), (2, 0.0), (2, torch.inf), (3, -torch.inf), (2, torch.nan)):
+        wrong = oracle.clone()
+        wrong[0, place] = value
+        found = compare_lse(wrong.to(dtype), oracle)
+        assert not found.ok
+        assert found.where == (0, place)
+    assert compare_lse(torch.zeros(0, dtype=dtype), torch.zeros(0, dtype=torch.float64)).ok
 
 
 def test_peers_have_a_wider_bar():

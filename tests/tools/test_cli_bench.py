@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from benchmarks.harness.suite import Suite
 from onepass.bench import rows, run
-from onepass.bench.cases import Case, CaseSet
+from onepass.bench.cases import Case, CaseSet, get_case_set
+from onepass.bench.flops import flops
 from onepass.cli import bench as cli_bench
 from onepass.cli.app import app
 from onepass.cli.console import make_console
@@ -105,14 +106,35 @@ def test_bench_passes_its_options_on(monkeypatch):
     report = SimpleNamespace(status="complete", wrong=[], rows=[])
     monkeypatch.setattr(cli_bench, "run", lambda sets, options, *rest: asked.append((sets, options)) or report)
     monkeypatch.setattr(cli_bench, "_print_report", lambda *arguments: None)
-    arguments = ("--rounds", "2", "--time-budget", "0.5", "--peers", "sdpa", "--dtype", "float64")
+    arguments = ("--rounds", "2", "--time-budget", "0.5", "--peers", "sdpa , fa4,", "--dtype", "float64")
     result = invoke("bench", "smoke", "--device", "cpu", *arguments)
     assert result.exit_code == 0, result.output
     ((sets, options),) = asked
-    assert options == rows.Options("cpu", ["sdpa"], 2, 0.5)
+    assert options == rows.Options("cpu", ["sdpa", "fa4"], 2, 0.5)
     assert {case.dtype for case_set in sets for case in case_set.cases} == {"float64"}
     invoke("bench", "decode", "decode-rows", "--device", "cpu")
     assert [case_set.name for case_set in asked[1][0]] == ["decode-cpu"] * 2
+
+
+def test_the_papers_cases_run_on_a_cpu_where_somebody_says_so(monkeypatch):
+    asked = []
+    report = SimpleNamespace(status="complete", wrong=[], rows=[])
+    monkeypatch.setattr(cli_bench, "run", lambda sets, *rest: asked.append(sets) or report)
+    monkeypatch.setattr(cli_bench, "_print_report", lambda *arguments: None)
+    cases = get_case_set("paper").cases
+    reason = f"paper: {len(cases)} cases of {sum(map(flops, cases)) / 1e12:.0f} TFLOP in all, made for a GPU"
+    result = invoke("bench", "paper", "--device", "cpu")
+    assert result.exit_code == 2
+    assert f"{reason}; expected the set cpu on a CPU" in result.output
+    monkeypatch.setattr(cli_bench, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    for answer, exit_code in (("n", 2), ("y", 0)):
+        assert asked == []
+        result = CliRunner().invoke(app, ["bench", "paper", "--device", "cpu"], input=f"{answer}\n")
+        assert result.exit_code == exit_code
+        assert f"{reason}. Run them on a CPU?" in result.output
+    assert [case_set.name for case_set in asked.pop()] == ["paper"]
+    result = invoke("bench", "paper", "--device", "cpu", "--only", "head_dim=64,seqlen=512")
+    assert (result.exit_code, reason in result.output) == (0, False)
 
 
 @pytest.mark.parametrize("status", [0, 1, 130])

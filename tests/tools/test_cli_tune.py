@@ -197,7 +197,7 @@ def test_the_papers_grid(imagine):
     result = invoke("tune", "--paper-grid", "--only", "size=3")
     assert result.exit_code == 2
     assert "--only: expected field=value" in result.stderr
-    assert "expected --paper-grid beside it" in invoke("tune", "--only", "head_dim=64").stderr
+    assert "expected --paper-grid with it" in invoke("tune", "--only", "head_dim=64").stderr
 
 
 def test_only_what_is_missing(imagine, monkeypatch):
@@ -217,7 +217,7 @@ def test_cache_lists_and_clears(imagine):
     assert "tuned configurations" not in invoke("cache").output
     assert "no tuned configurations" in invoke("cache", "clear", "--tuned").output
     invoke("tune")
-    assert f"tuned configurations for {GPU}: 1, 1 of them in place of the heuristics' choice" in invoke("cache").output
+    assert f"tuned configurations for {GPU}: 1, 1 of them instead of the heuristics' choice" in invoke("cache").output
     assert invoke("cache", "clear", "--yes").exit_code == 0
     assert tuned.own_path().exists()
     assert invoke("cache", "clear", "--tuned", "--yes").exit_code == 0

@@ -309,3 +309,30 @@ def test_figure_can_be_drawn():
     numbers = [text.get_text() for text in axes[0].texts if text.get_text().isdigit()]
     expected = module["key_tiles"](16, 20, 24, 24, None, 0, 4)
     assert len(numbers) == len(expected)
+
+
+def test_masks_of_the_cookbook_are_what_the_page_says():
+    """Each picture of docs/guide/masks.md is drawn, by its block of code, and shows the mask of its name."""
+    module = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw_masks.py"), run_name="draw_masks")
+    found = module["probabilities"]()
+    i, j = torch.arange(12)[:, None], torch.arange(12)
+    document = torch.tensor([0] * 3 + [1] * 5 + [2] * 4)
+    expected = {
+        "causal": j <= i,
+        "chunk": (j <= i)[-5:],
+        "window": (j <= i) & (i - 3 <= j),
+        "band": (i - 2 <= j) & (j <= i + 1),
+        "prefix": (j < 4) | (j <= i),
+        "documents": (j <= i) & (document[:, None] == document),
+        "chunks": (j <= i) & (i // 4 == j // 4),
+        "right_padding": (j < 9).expand(12, 12),
+        "left_padding": (j <= i) & (j >= 3),
+        "alibi": j <= i,
+        "bias": (i - j) % 3 == 0,
+    }
+    assert {name: (weights > 0).tolist() for name, weights in found.items()} == {
+        name: visible.tolist() for name, visible in expected.items()
+    }
+    torch.testing.assert_close(found["alibi"][5, 4] / found["alibi"][5, 5], torch.tensor(-0.5).exp())
+    pictures = ROOT / "docs" / "pictures" / "masks"
+    assert sorted(path.stem for path in pictures.glob("*.png")) == sorted(expected)

@@ -12,14 +12,17 @@ import onepass
 from benchmarks import suites
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=lambda path: path.relative_to(ROOT).as_posix())
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md")],
+    key=lambda path: path.relative_to(ROOT).as_posix(),
+)
 WIDEST_LINE, LONGEST_README = 230, 150  # a row of a table cannot be wrapped
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 IN_CODE = re.compile(r"`([^`\n]+)`")
 # `onepass/api/attention.py`, `tests/gpu/`, or with a name of the module `onepass/api/attention.py::attention`
 NAMED_PATH = re.compile(r"((?:onepass|tests|docs|examples|benchmarks)/[\w./-]*)(?:::([\w.]+))?")
-PAGE_IN_CODE = re.compile(r"docs/[\w/-]+\.(?:md|png|svg|py)")
+PAGE_IN_CODE = re.compile(r"(?:docs|tests)/[\w/-]+\.md|docs/[\w/-]+\.(?:png|svg|py)")
 NAMED_MODULE = re.compile(r"python\s+-m\s+((?:onepass|benchmarks)[\w.]*)")
 NAMED_PROGRAM = re.compile(r"\s-m\s+benchmarks(?: |\n *)([a-z]\w*)")
 
@@ -125,7 +128,7 @@ def test_pages_that_the_code_names_exist():
 
 
 def test_every_page_is_in_the_index():
-    indexes = ROOT / "docs" / "README.md", ROOT / "docs" / "reference" / "README.md"
+    indexes = [ROOT / "docs" / folder / "README.md" for folder in (".", "reference", "lab")]
     linked = {indexes[0]}
     for index in indexes:
         linked |= {(index.parent / target.partition("#")[0]).resolve() for target in LINK.findall(prose(index))}

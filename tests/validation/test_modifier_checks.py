@@ -30,7 +30,7 @@ def tensors():
         (
             {"bias": torch.zeros(1, 1, 0, 6), "q_positions": torch.zeros(1, 6, dtype=torch.int32)},
             ValueError,
-            r"bias: expected at least 1 row beside q_positions, got shape \(1, 1, 0, 6\)",
+            r"bias: expected at least 1 row with q_positions, got shape \(1, 1, 0, 6\)",
         ),
         ({"bias": torch.zeros(1, 1, 6, 6).bool()}, TypeError, "bias: expected float64, .* got bool"),
         ({"bias": torch.zeros(1, 1, 6, 6, device="meta")}, ValueError, "bias: expected device cpu like q"),

@@ -50,9 +50,9 @@ def fa4_pages(q, k, **options):
     return flash_attn_4.flash_attn_varlen_func(q, k, k, page_table=torch.zeros(2, 1, dtype=INT32), **options)
 
 
-def plan(**changes):
+def plan(tokens=16, **changes):
     given = {"num_heads_q": 2, "num_heads_kv": 2, "num_ranks": 2, "rank": 0, "head_dim": 8}
-    return distributed.plan(16, **given | changes)
+    return distributed.plan(tokens, **given | changes)
 
 
 def on_one_rank(tokens=8, **changes):
@@ -98,6 +98,13 @@ VALUE_ERRORS = [
     (lambda: plan(group=object()), "num_ranks: expected None together with a group, got both"),
     (lambda: plan(rank=2), "rank: expected one below num_ranks = 2, got 2"),
     (lambda: plan(timeout=0.0), "timeout: expected seconds above 0, got 0.0"),
+    (lambda: plan(head_dim=0), "head_dim: expected at least 1, got 0"),
+    (lambda: plan(chunks=0), "chunks: expected at least 1, got 0"),
+    (lambda: plan(num_heads_kv=3), "num_heads_q: expected a multiple of num_heads_kv = 3, got 2"),
+    (lambda: plan([0]), "tokens: expected offsets that begin with 0 and do not fall"),
+    (lambda: plan([1, 5]), "tokens: expected offsets that begin with 0 and do not fall"),
+    (lambda: plan([0, 5, 4]), "tokens: expected offsets that begin with 0 and do not fall"),
+    (lambda: plan([0, 0]), r"tokens: expected at least 1 token, got offsets \(0, 0\)"),
     (lambda: plan(engine="head"), "engine: expected 'heads', 'keys', a number of ranks or None, got 'head'"),
     (lambda: on_one_rank(k=torch.randn(2, 7, 2, 8)), "k: expected .*, with the 8 tokens that rank 0 owns"),
     (lambda: decoded_on_one_rank(q=torch.randn(2, 1, 4, 8)), "q: expected the plan's 2 heads, got 4"),
@@ -142,6 +149,7 @@ VALUE_ERRORS = [
     ),
 ]
 TYPE_ERRORS = [
+    (lambda: plan(keep_gathered=1), "keep_gathered: expected"),
     (lambda: onepass.warmup([{}], q=(1, 1, 1, 8)), "warmup: expected calls, or .* by name, got both: q"),
     (lambda: onepass.warmup(), "warmup: expected calls, or .* by name, got neither"),
     (lambda: onepass.warmup("calls"), "calls: expected the arguments of calls by name, got 'calls'"),

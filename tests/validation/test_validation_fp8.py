@@ -1,12 +1,17 @@
 """Every refusal of FP8 calls: the error's type and its message, with expected and got."""
 
+import itertools
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 
 import onepass
+from onepass.ops import quantize
+from onepass.validation import fp8
 
 INT32 = torch.int32
 E4M3 = torch.float8_e4m3fn
@@ -111,6 +116,13 @@ def stored(**changes):
         ({"v_mean": torch.ones(2, 8)}, ValueError, r"v_mean: expected shape \(2, 2, 8\), got \(2, 8\)"),
         ({"v_mean": torch.ones(1, 2, 8)}, ValueError, r"v_mean: expected shape \(2, 2, 8\), got \(1, 2, 8\)"),
         ({"v_mean": torch.ones(3, 2, 8)}, ValueError, r"v_mean: expected shape \(2, 2, 8\), got \(3, 2, 8\)"),
+        ({"v_mean": torch.ones(2, 2, 8).half()}, TypeError, r"v_mean: expected dtype float32, got float16"),
+        ({"score_shift": [1.0]}, TypeError, r"score_shift: expected a float32 torch.Tensor, got list"),
+        (
+            {"score_shift": torch.ones(2, 4, 70).double()},
+            TypeError,
+            r"score_shift: expected dtype float32, got float64",
+        ),
     ],
     ids=message_id,
 )
@@ -119,14 +131,87 @@ def test_quantized_tensors_are_refused(changes, error, message):
         onepass.QuantizedQKV(**stored(**changes))
 
 
+def test_every_tensor_that_requires_a_gradient_is_refused():
+    """No gradient flows through rounding; under no_grad none is asked for."""
+    made = quantized(center_k=True, center_v=True)
+    for name in ("q_descale", "k_descale", "v_descale", "score_shift", "v_mean"):
+        asking = replace(made, **{name: getattr(made, name).clone().requires_grad_()})
+        with pytest.raises(onepass.UnsupportedError, match=f"{name}: expected no requires_grad in FP8"):
+            onepass.attention(asking)
+        with torch.no_grad():
+            onepass.attention(asking)
+
+
+KINDS = "q", "k", "v", "keys_last"
+
+
+@pytest.mark.parametrize("by_sequence", [(), *((kind,) for kind in KINDS), KINDS], ids=str)
+def test_offsets_that_dequantize_needs(by_sequence):
+    """Those of tensors whose descales, or layout, depend on where sequences begin; others may be missing."""
+    whole, by_head = (onepass.quantize_fp8(*packed(), **CU, granularity=name) for name in ("tensor", "head"))
+    descales = {f"{x}_descale": getattr(by_head, f"{x}_descale") for x in "qkv" if x in by_sequence}
+    made = replace(whole, **descales)
+    if "keys_last" in by_sequence:
+        made = replace(made, v=quantize.keys_last(made.v, CU["cu_seqlens_k"]), v_keys_last=True)
+    expected = made.dequantize(**CU)
+    needs = {"cu_seqlens_q": "q" in by_sequence, "cu_seqlens_k": bool({*by_sequence} - {"q"})}
+    for name, is_needed in needs.items():
+        given = CU | {name: None}
+        if is_needed:
+            with pytest.raises(TypeError, match=f"{name}: expected an int32 torch.Tensor, got NoneType"):
+                made.dequantize(**given)
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(made.dequantize(**given), expected, strict=True))
+        for wrong in (torch.zeros(0, dtype=INT32), torch.zeros(1, 3, dtype=INT32)):
+            with pytest.raises(ValueError, match=rf"{name}: expected shape \(batch \+ 1,\)"):
+                made.dequantize(**(CU | {name: wrong}))
+        if is_needed:
+            of_three = torch.tensor([0, 10, 30, 70], dtype=INT32)
+            found = "[kv]" if name == "cu_seqlens_k" else "q"
+            with pytest.raises(ValueError, match=rf"({found}_descale|v): expected shape"):
+                made.dequantize(**(CU | {name: of_three}))
+
+
+def test_tensors_that_are_not_packed_have_no_offsets():
+    for name in CU:
+        with pytest.raises(ValueError, match=f"{name}: expected None beside tensors that are not packed, got a tensor"):
+            quantized().dequantize(**{name: CU[name]})
+
+
+HEADS, TOTAL, BLOCK = 3, 130, 16
+
+
+@pytest.mark.parametrize("block", [None, BLOCK])
+@pytest.mark.parametrize("batch", [None, 1, 2])
+def test_shapes_of_descales_of_packed_tensors(batch, block):
+    t = torch.zeros(TOTAL, HEADS, 8)
+    for shape in [(), (3,), (1, 3, 9), *itertools.product((1, 2, 3), (1, 3, 7, 8, 9, 10, 11))]:
+        if block is None:
+            is_right = len(shape) == 2 and shape[1] == HEADS and batch in (None, shape[0])
+        else:
+            is_right = len(shape) == 2 and shape[0] == HEADS and shape[1] >= TOTAL // BLOCK
+            is_right = is_right and batch in (None, shape[1] - TOTAL // BLOCK)
+        with nullcontext() if is_right or shape == () else pytest.raises(ValueError, match="d: expected shape"):
+            fp8._check_descale("d", torch.ones(shape), t, block, batch)
+
+
+@pytest.mark.parametrize("batch", [None, 1, 2])
+def test_shapes_of_packed_values_with_keys_last(batch):
+    k = torch.zeros(TOTAL, HEADS, 8)
+    for heads, length in itertools.product((1, 3), (64, 128, 150, 192, 200, 256, 320)):
+        is_right = heads == HEADS and length % 64 == 0 and length >= 128 and batch in (None, length // 64 - 2)
+        with nullcontext() if is_right else pytest.raises(ValueError, match="v: expected shape"):
+            assert fp8._v_stand_in(k, torch.zeros(heads, 5, length), batch).shape == (TOTAL, HEADS, 5)
+
+
 def quantized(**options):
     return onepass.quantize_fp8(**tensors(), **options)
 
 
 CALLS = [
-    (lambda: quantized(), {"k": torch.ones(1)}, TypeError, r"k: expected None beside a QuantizedQKV, got Tensor"),
-    (lambda: quantized(), {"v": 3}, TypeError, r"v: expected None beside a QuantizedQKV, got int"),
-    (lambda: quantized(), {"precision": "fp8"}, TypeError, r"precision: expected None beside a QuantizedQKV, got str"),
+    (lambda: quantized(), {"k": torch.ones(1)}, TypeError, r"k: expected None with a QuantizedQKV, got Tensor"),
+    (lambda: quantized(), {"v": 3}, TypeError, r"v: expected None with a QuantizedQKV, got int"),
+    (lambda: quantized(), {"precision": "fp8"}, TypeError, r"precision: expected None with a QuantizedQKV, got str"),
     (lambda: quantized(), {"causal": 1}, TypeError, r"causal: expected a bool, got 1"),
     (
         lambda: quantized(center_k=True),
@@ -248,3 +333,12 @@ def test_packed_tensors_of_no_sequence(rows, granularity):
     out, lse = onepass.attention_varlen(quantized, **offsets, return_lse=True)
     assert torch.equal(out, torch.zeros(rows, 2, 16, dtype=out.dtype))
     assert torch.equal(lse, torch.full((2, rows), -torch.inf))
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    """They are in keys of calls and of kernels, whose text tells 64 from np.int64(64)."""
+    q = torch.zeros(1, 64, 2, 16).half()
+    given = {"q_block": numpy.int64(64), "kv_block": numpy.int32(64), "v_keys_last": numpy.bool_(False)}
+    quantized = replace(onepass.quantize_fp8(q, q, q), **given)
+    assert [(type(value), value) for value in (quantized.q_block, quantized.kv_block)] == [(int, 64)] * 2
+    assert quantized.v_keys_last is False

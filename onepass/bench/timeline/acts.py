@@ -93,7 +93,7 @@ def gemms_in_flight(role: Role, overlaps: bool = True) -> list[Span]:
     The time is an upper bound: the consumer looks when its softmax is done, and may see the end late.
 
     Args:
-        overlaps: whether P V is issued with S (forward). If not, or where a tile's last P V has nothing beside it, P V
+        overlaps: whether P V is issued with S (forward). If not, or where a tile's last P V has nothing next to it, P V
             counts as issued where the wait for it begins.
     """
     found: list[Span] = []

@@ -17,7 +17,7 @@ _SLOWEST_CLOCK_NS = 1.0  # the length of a cycle where the global clock was not 
 def to_chrome(timelines: list[Timeline], about: dict[str, Any]) -> dict[str, Any]:
     """A trace with a process for each configuration and a thread for each role, and for the GEMMs of each consumer.
 
-    Times begin with the first stamp of the configuration. Args: about: what `otherData` says beside the timelines.
+    Times begin with the first stamp of the configuration. Args: about: what `otherData` says.
     """
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines):

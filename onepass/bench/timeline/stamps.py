@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import cutlass.cute as cute
@@ -47,6 +48,20 @@ class Stamps:
     def stamp(self, act: str) -> None:
         """Note that an act begins; it lasts until the next stamp of this role."""
         self._write(cute.arch.clock64(), ACTS.index(act))
+
+    def stamp_calls(self, part: Any, method: str, act: str | None, following: str | None) -> None:
+        """Note at each call of a part's method that an act begins, and after it that the following one does."""
+        call = getattr(part, method)
+
+        def stamped(*arguments, **options):
+            if act is not None:
+                self.stamp(act)
+            result = call(*arguments, **options)
+            if following is not None:
+                self.stamp(following)
+            return result
+
+        setattr(part, method, stamped)
 
     def stamp_global_time(self) -> None:
         """Note the clock in nanoseconds as well, from which the length of a cycle follows."""
@@ -101,15 +116,8 @@ class StampedConsumer(Stamps, Consumer):
     def __init__(self, *arguments):
         Consumer.__init__(self, *arguments)
         self.begin_stamps(self.wg + FIRST_ROLE_OF_CONSUMERS, self.thread)
-
-    def wait_for_turn(self):
-        self.stamp("wait for the turn")
-        Consumer.wait_for_turn(self)
-        self.stamp("issue GEMMs")
-
-    def pass_turn(self):
-        Consumer.pass_turn(self)
-        self.stamp("wait for S")
+        self.stamp_calls(self.turns, "wait", "wait for the turn", "issue GEMMs")
+        self.stamp_calls(self.turns, "pass_on", None, "wait for S")
 
     def issue_qk(self, *arguments):
         self.stamp("issue GEMMs")
@@ -170,38 +178,14 @@ class StampedBackwardConsumer(Stamps, BackwardConsumer):
 
     def __init__(self, *arguments):
         BackwardConsumer.__init__(self, *arguments)
-        self.begin_stamps(self.wg + FIRST_ROLE_OF_CONSUMERS, self.thread)
-
-    def wait_for_ds(self, count):
-        self.stamp("wait for dS")
-        BackwardConsumer.wait_for_ds(self, count)
-
-    def wait_for_turn(self):
-        self.stamp("wait for the turn")
-        BackwardConsumer.wait_for_turn(self)
-        self.stamp("issue GEMMs")
-
-    def pass_turn(self):
-        BackwardConsumer.pass_turn(self)
-        self.stamp("wait for GEMMs")
-
-    def add_dq(self, *arguments):
-        self.stamp("add dQ")
-        BackwardConsumer.add_dq(self, *arguments)
-        self.stamp("wait for GEMMs")
-
-    def make_ds(self, *arguments):
-        self.stamp("dS = P (dP - delta)")
-        BackwardConsumer.make_ds(self, *arguments)
-
-    def publish_ds(self, count):
-        BackwardConsumer.publish_ds(self, count)
-        self.stamp("other")
-
-    def make_p(self, *arguments):
-        self.stamp("P = exp(S - lse)")
-        BackwardConsumer.make_p(self, *arguments)
-        self.stamp("wait for GEMMs")
+        self.begin_stamps(self.thread.wg + FIRST_ROLE_OF_CONSUMERS, self.thread.number)
+        self.stamp_calls(self.turns, "wait", "wait for the turn", "issue GEMMs")
+        self.stamp_calls(self.turns, "pass_on", None, "wait for GEMMs")
+        self.stamp_calls(self.exchange, "wait_for_ds", "wait for dS", None)
+        self.stamp_calls(self.exchange, "send_ds", None, "other")
+        self.stamp_calls(self.scores, "make_p", "P = exp(S - lse)", "wait for GEMMs")
+        self.stamp_calls(self.scores, "make_ds", "dS = P (dP - delta)", None)
+        self.stamp_calls(self.sums, "add", "add dQ", "wait for GEMMs")
 
     def store(self, *arguments):
         self.stamp("store")

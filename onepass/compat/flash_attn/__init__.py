@@ -13,7 +13,7 @@ Results that differ: the log-sum-exp of a row that sees no key is -inf, where fl
 log-sum-exp that `return_attn_probs=True` returns has a gradient.
 
 The private functions that other libraries call are here, too: `_flash_attn_forward`, `_flash_attn_backward`, their
-packed forms, `_wrapped_*`, `FlashAttnFunc` and its siblings (with `apply` only), and `flash_attn_gpu` in place of the
+packed forms, `_wrapped_*`, `FlashAttnFunc` and its siblings (with `apply` only), and `flash_attn_gpu` instead of the
 extension module `flash_attn_2_cuda`.
 """
 

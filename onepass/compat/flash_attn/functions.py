@@ -94,7 +94,7 @@ def flash_attn_func(
         alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32: subtracts slope * |i + seqlen_k - seqlen_q - j|
             from a score. They may require a gradient.
         deterministic: ask for bitwise reproducible gradients.
-        return_attn_probs: return (out, softmax_lse, S_dmask) in place of out. Without dropout S_dmask is an empty
+        return_attn_probs: return (out, softmax_lse, S_dmask) instead of out. Without dropout S_dmask is an empty
             tensor; with dropout it is dense, see `onepass/compat/probabilities.py`.
 
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32.

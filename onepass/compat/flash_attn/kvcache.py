@@ -59,7 +59,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim); batch_cache = batch unless
             cache_batch_idx is given. With a block_table (num_blocks, page_block_size, num_heads_kv, head_dim).
         k, v: (batch, seqlen_new, num_heads_kv, head_dim), both or neither, in q's dtype.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), beside k and v. New key i and query i are rotated by row
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), with k and v. New key i and query i are rotated by row
             cache_seqlens[b] + i, or, with neither causal nor a window, all queries by row cache_seqlens[b].
         cache_seqlens: the filled length of the cache: an int, (batch,) int32, or None = all of it.
         cache_batch_idx: (batch,) int32 or int64, the cache entry of each batch entry. With a block_table it picks rows
@@ -70,7 +70,7 @@ def flash_attn_with_kvcache(
             except while a CUDA graph is captured.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for `flash_attn_func`.
         rotary_interleaved: rotated pairs are columns (0, 1), (2, 3), ..; else the two halves of the rotated columns.
-        num_splits: number of splits of the keys, which a GPU computes side by side; 0 = chosen.
+        num_splits: number of splits of the keys, which a GPU computes in parallel; 0 = chosen.
         return_softmax_lse: return (out, softmax_lse).
         k_descale, v_descale: (batch, num_heads_kv) float32, with float8_e4m3fn caches only, as in flash-attn 3 (whose q
             is e4m3, too, while this q is not). The shapes that `onepass.attention_decode` takes without a kv_block are

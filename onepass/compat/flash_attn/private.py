@@ -140,7 +140,7 @@ def _flash_attn_varlen_forward(
 
     Args:
         leftpad_k: (batch,) int32: the keys of a sequence before it do not exist.
-        seqused_k: (batch,) int32: only the first keys of a sequence exist; with a block_table in place of cu_seqlens_k.
+        seqused_k: (batch,) int32: only the first keys of a sequence exist; with a block_table instead of cu_seqlens_k.
         zero_tensors: has no effect: rows without a sequence are 0 in any case.
     """
     check_flag("zero_tensors", zero_tensors, allow_none=True)

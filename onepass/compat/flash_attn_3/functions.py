@@ -50,7 +50,7 @@ def flash_attn_func(
         softcap: 0.0 = no cap.
         num_splits, pack_gqa, sm_margin: say how to compute, and have no effect.
         deterministic: ask for bitwise reproducible gradients.
-        return_attn_probs: return (out, softmax_lse) in place of out.
+        return_attn_probs: return (out, softmax_lse) instead of out.
         qv: must be None.
 
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32.
@@ -111,9 +111,9 @@ def flash_attn_qkvpacked_func(
 
 
 def _split_heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
-    """Views of q, k and v, whose heads lie beside each other in one dimension of a tensor."""
+    """Views of q, k and v, whose heads lie next to each other in one dimension of a tensor."""
     if num_heads_q is None:
-        raise ValueError(f"num_heads_q: expected an int beside a qkv of shape {tuple(qkv.shape)}, got None")
+        raise ValueError(f"num_heads_q: expected an int with a qkv of shape {tuple(qkv.shape)}, got None")
     heads = qkv.shape[2] - check_int("num_heads_q", num_heads_q, least=1)
     if heads < 2 or heads % 2:
         raise ValueError(
@@ -210,7 +210,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim), or with a page_table
             (num_pages, page_size, num_heads_kv, head_dim); in q's dtype.
         k, v: (batch, seqlen_new, num_heads_kv, head_dim), or packed (total_new, ..) with cu_seqlens_k_new; like q.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), beside k and v. New key i and query i are rotated by row
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), with k and v. New key i and query i are rotated by row
             rotary_seqlens[b] + i (None: cache_seqlens[b] + i); without causal, a window and a chunk, all queries are
             rotated by row rotary_seqlens[b].
         cache_seqlens: the filled length of the cache: an int, (batch,) int32, or None = all of it.
@@ -219,7 +219,7 @@ def flash_attn_with_kvcache(
         cache_leftpad: (batch,) int32: keys before it do not exist.
         q_descale, k_descale, v_descale: (batch, num_heads_kv) float32, with e4m3 tensors. New keys are stored as they
             are given.
-        num_splits: number of splits of the keys, which a GPU computes side by side; 0 = chosen.
+        num_splits: number of splits of the keys, which a GPU computes in parallel; 0 = chosen.
         scheduler_metadata, pack_gqa, sm_margin: have no effect.
         return_softmax_lse: return (out, softmax_lse, and two empty tensors).
         All others: as for `flash_attn_func`.

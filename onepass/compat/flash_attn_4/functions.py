@@ -130,7 +130,7 @@ def flash_attn_varlen_func(
             that exist; out of the others is 0. With a page_table seqused_k=None means that all pages are full.
         page_table: (batch, max_pages) int32. If an input requires a gradient, the backward of out raises.
         max_seqlen_q, max_seqlen_k, min_seqlen_k: hints.
-        num_splits: with a page_table the number of splits of the keys, which a GPU computes side by side; 0 = chosen.
+        num_splits: with a page_table the number of splits of the keys, which a GPU computes in parallel; 0 = chosen.
         All others: as for `flash_attn_func`.
 
     Returns: out in q's shape, with head_dim_v; lse (num_heads_q, total_q) or (batch, num_heads_q, seqlen_q) float32, or

@@ -16,7 +16,7 @@ BACKEND = f"{__name__}.backend.OnepassBackend"
 
 
 def register() -> None:
-    """Register the backend with vLLM as CUSTOM and, on a CPU with ONEPASS_VLLM=1, also in place of CPU_ATTN.
+    """Register the backend with vLLM as CUSTOM and, on a CPU with ONEPASS_VLLM=1, also under the name CPU_ATTN.
 
     Raises: ValueError if ONEPASS_VLLM is not understood.
     """

@@ -1,4 +1,4 @@
-"""The classes by which vLLM knows an attention backend: what it supports, the metadata of a step, and a layer.
+"""The classes of an attention backend of vLLM: what it supports, the metadata of a step, and a layer.
 
 Written for the interfaces of vLLM 0.24 and 0.32; methods that only one of them calls say so.
 """

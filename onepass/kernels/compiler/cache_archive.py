@@ -76,7 +76,7 @@ def _new_archive(file: Path, is_xz: bool) -> tarfile.TarFile:
 def import_entries(directory: Path, file: Path) -> Imported:
     """Put the entries of an archive into the cache. Entries that are there and intact stay as they are.
 
-    The objects are machine code that this user's processes will run: import archives of people you trust. Names in an
+    The objects are machine code that this user's processes will run: import only archives you trust. Names in an
     archive that are not those of entries are left alone, and nothing is written outside of the directory. An entry that
     another CPU compiled gets the key that it has on this one, or is refused if this one has fewer features.
 
@@ -183,7 +183,7 @@ def _key_here(key: str, about: dict[str, Any]) -> str:
 
 
 def _about(key: str, files: dict[str, bytes]) -> dict[str, Any]:
-    """What an archive says of an entry, without what `disk_cache.write` adds. Raises: BrokenEntry with the reason."""
+    """An archive's facts about an entry, without what `disk_cache.write` adds. Raises: BrokenEntry with the reason."""
     about: dict[str, Any] = {}
     with contextlib.suppress(disk_cache.BrokenEntry):
         about = disk_cache.parse_about(files["json"])

@@ -45,8 +45,8 @@ class CompileRequest(NamedTuple):
     """The arguments of `get` for a kernel.
 
     Attributes:
-        name: what the kernel is, for people.
-        key: everything that its code depends on beside `arch` and the sources; its repr must say it all.
+        name: what the kernel is, human-readable.
+        key: everything that its code depends on besides `arch` and the sources; its repr must say it all.
         arch: "sm_90a", ...
         trace: () -> (function, arguments) for `cute.compile`.
     """
@@ -187,7 +187,7 @@ def _load(entry: Path) -> Callable | None:
 
 
 def summary(key: tuple) -> str:
-    """A key for people: pairs and fields that say something, those of a configuration only where they were set."""
+    """A human-readable key: pairs and fields that say something, those of a configuration only where they were set."""
     parts = []
     for item in key:
         if dataclasses.is_dataclass(item):
@@ -209,7 +209,7 @@ def _fingerprint(name: str, key: tuple, arch: str) -> str:
 def entry_key(name: str, key_text: str, arch: str, environment: str) -> str:
     """The name on this machine's disk of a kernel that runs on this CPU.
 
-    Args: what the .json of an entry says of it.
+    Args: the content of an entry's .json.
     """
     parts = (name, key_text, arch, environment, cpu.features())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -1,7 +1,7 @@
 """The files of compiled kernels: where they lie, which of them may be loaded, what there is, and clearing it away.
 
-An entry is a native object file, <key>.o, and <key>.json beside it, which says what it is and holds the object's
-SHA-256. Beside them lie <key>.lock and, while it is built, <key>.<pid>.part.o and .part.json.
+An entry is a native object file, <key>.o, and <key>.json next to it, which says what it is and holds the object's
+SHA-256. Next to them lie <key>.lock and, while it is built, <key>.<pid>.part.o and .part.json.
 
 * No other user may write to the directory: entries are loaded as native code. It is made private (0700); one that is
   there already is taken as it is, or refused, if it is another user's or others may write to it, and its mode is never
@@ -48,7 +48,7 @@ class BrokenEntry(Exception):
 def cache_directory() -> Path:
     """$ONEPASS_CACHE_DIR, or onepass/ in the user's cache directory.
 
-    Raises: OSError if neither is set and nobody knows the home directory; ValueError if one is not understood.
+    Raises: OSError if neither is set and there is no home directory; ValueError if one is not understood.
     """
     explicit = variables.CACHE_DIR.read()
     if explicit is not None:
@@ -146,7 +146,7 @@ def write(entry: Path, export: Callable[[Path], object], about: Callable[[], dic
     Args:
         entry: of the .o.
         export: writes the object file to the path that it is given.
-        about: what the .json shall say beside key and digest; asked after the export.
+        about: what the .json shall say besides key and digest; asked after the export.
     """
     for leftover in entry.parent.glob(f"{entry.stem}.*.part.*"):  # left by a builder that was killed: we hold its lock
         leftover.unlink(missing_ok=True)

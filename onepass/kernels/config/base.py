@@ -24,7 +24,7 @@ def head_dim_tile(head_dim: int) -> int:
 
 
 def column_block(head_dim: int, element_bytes: int = 2) -> int:
-    """Columns of a tile in shared memory that lie side by side: the widest swizzled row that divides it."""
+    """Columns of a tile in shared memory that lie next to each other: the widest swizzled row that divides it."""
     widths = (width // element_bytes for width in (128, 64, 32))
     return next(columns for columns in widths if head_dim % columns == 0)
 

@@ -58,7 +58,7 @@ class DecodeConfigSm80(ForwardConfigSm80):
     def check(self, problem: AttentionProblem, arch: str) -> None:
         super().check(problem, arch)
         if self.num_warps != 1:
-            raise UnsupportedError(f"num_warps: expected 1 beside key_warps, got {self.num_warps}")
+            raise UnsupportedError(f"num_warps: expected 1 with key_warps, got {self.num_warps}")
         if self.key_warps not in (1, 2, 4, 8):
             raise UnsupportedError(f"key_warps: expected 1, 2, 4 or 8, got {self.key_warps}")
         if self.tile_n > MAX_TILE_N or SPLIT_UNIT % self.block_keys:

@@ -32,7 +32,7 @@ VECTOR_BYTES = (16, 8, 4, 2)  # of a copy
 
 
 def threads_per_row(columns: int, element_bytes: int, vector_bytes: int) -> int:
-    """Threads that load a row side by side, in copies of vector_bytes: at most a warp, and within a swizzled row."""
+    """Threads that load a row together, in copies of vector_bytes: at most a warp, and within a swizzled row."""
     return min(32, column_block(columns, element_bytes) * element_bytes // vector_bytes)
 
 
@@ -45,7 +45,7 @@ class ForwardConfigSm80(LaunchConfig):
         tile_n: keys of one step of the main loop.
         num_warps: each takes every num_warps-th 16 rows of a tile.
         num_stages: buffers for K and for V.
-        prefetch: loads run beside the GEMMs, from one buffer, too (K of the next step beside softmax and PV, V beside
+        prefetch: loads run during the GEMMs, from one buffer, too (K of the next step during softmax and PV, V during
             QK^T). Else a step loads its K and V, waits for them and computes.
         swizzle: 16-byte pieces of shared memory rows are exchanged so that ldmatrix meets no bank conflict.
         q_in_registers: hold Q in registers instead of reading it from shared memory in every step; of 16-bit types.
@@ -117,7 +117,7 @@ class ForwardConfigSm80(LaunchConfig):
         """Registers of a thread for S, P, O (and Q): the rest is left for fragments of K and V, addresses, softmax."""
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         s, q = self.tile_n // 2, d // 4 if self.q_in_registers else 0
-        # P in 16 bits beside S; in float32 in its place, and beside it the sums of 32 columns
+        # P in 16 bits in addition to S; in float32 in its place, in addition to the sums of 32 columns
         p = s // 2 if problem.dtype.itemsize == 2 else 16
         return self.m_tiles * (s + p + dv // 2 + q)
 
@@ -249,11 +249,11 @@ class BackwardConfigSm80(LaunchConfig):
         return True
 
     def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
-        """The head dims that the kernel is compiled for: never 96 beside a wider one.
+        """The head dims that the kernel is compiled for: never 96 with a wider one.
 
         Warps share the columns of a wider one by halves.
 
-        In float32, where a warp has 32 columns or a multiple of them, no 96, and 192 not beside 256.
+        In float32, where a warp has 32 columns or a multiple of them, no 96, and 192 not with 256.
         """
         d, dv = (head_dim_tile(d) for d in (problem.head_dim, problem.head_dim_v))
         if problem.dtype.itemsize == 4:
@@ -275,7 +275,7 @@ class BackwardConfigSm80(LaunchConfig):
         return problem.dtype.itemsize * (tiles + ds_and_p) + 4 * stats + (4 if problem.deterministic else 0)
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
-        """Registers of a thread for dK and dV, and beside them P (with a softcap also times its slope) and dP, or dS
+        """Registers of a thread for dK and dV, for P (with a softcap also times its slope) and dP, or dS
         and dQ; in float32 also the limbs of the fragments and the sums of 32 columns."""
         d, dv = self.head_dims(problem)
         s = self.tile_m * self.tile_n // self.num_threads

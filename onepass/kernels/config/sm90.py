@@ -20,13 +20,13 @@ PROGRESS_HEADER = 8  # words of the backward's counters that are not those of a 
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
-REGISTERS_TO_TRANSPOSE = REGISTERS | {2: (40, 232), 4: (32, 112)}  # V, beside a producer
+REGISTERS_TO_TRANSPOSE = REGISTERS | {2: (40, 232), 4: (32, 112)}  # V, next to a producer
 REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # of a producer that looks up pages
 # Registers of a producer, a consumer and a converting thread, over an e4m3 cache.
 REGISTERS_TO_CONVERT = {1: (56, 240, 56), 2: (48, 216, 32)}
 
 
-CONVERTED_KEYS = (64, 128)  # keys of a step over an e4m3 cache, of which a converting warp takes 32
+CONVERTED_KEYS = (64, 128)  # keys of a step over an e4m3 cache; a converting warp takes 32 of them
 MAX_COLUMNS_FLOAT32 = 128  # of V: O has two accumulators
 
 
@@ -65,9 +65,9 @@ class ForwardConfigSm90(LaunchConfig):
         score_buffers: 1, or 2 = 3-stage pipelining: a step's keys in two halves, each with its accumulator of scores;
             the QK^T of one half runs during the softmax of the other.
         longest_first: number the tiles by length (only meaningful where they differ), in L2-sized sections of heads.
-        cluster_size: thread blocks that share their loads of K and V (TMA multicast): neighbouring m_blocks of a head,
+        cluster_size: thread blocks that share their loads of K and V (TMA multicast): neighboring m_blocks of a head,
             step by step in the same key block.
-        dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
+        dynamic_tiles: thread blocks draw tiles from a queue (dynamic persistent scheduling), not in a stride.
         pack_gqa: the query heads of one kv head share a tile, see geometry/pack_gqa.py.
         two_level_sums: P V of a step has an accumulator of its own, which the FMA pipe adds to O: the tensor cores cut
             off what they add, and in FP8 sum with fewer bits than float32 has.
@@ -165,9 +165,9 @@ class ForwardConfigSm90(LaunchConfig):
         return s_and_pv + p + dv // 2
 
     def registers_to_transpose(self, problem: AttentionProblem) -> tuple[int, int]:
-        """Registers of a producer and of a consumer thread where warps beside the producer transpose V."""
+        """Registers of a producer and of a consumer thread where warps of the producer's warpgroup transpose V."""
         registers = REGISTERS_TO_TRANSPOSE[self.num_warpgroups]
-        others = 32 if self.overlap_gemm_softmax else 16  # a softmax beside P V keeps more alive
+        others = 32 if self.overlap_gemm_softmax else 16  # a softmax during P V keeps more alive
         is_enough = self.accumulator_registers(problem) <= registers[1] - others
         return registers if is_enough else REGISTERS[self.num_warpgroups]
 
@@ -296,12 +296,12 @@ class BackwardConfigSm90(LaunchConfig):
             zeros before, no other thread block's additions, and the last tile writes dq. For many heads of short
             sequences.
         background_rows: what is to be done for query rows before and after the tiles of keys (lse and delta, zeros, dq)
-            is done by idle warps beside other tiles; else by kernels before and after. Not for packed sequences, and
+            is done by idle warps during other tiles; else by kernels before and after. Not for packed sequences, and
             without private_dq only with dynamic_tiles.
         pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
-        dynamic_tiles: thread blocks draw their tiles from a queue instead of taking every so many-th one.
+        dynamic_tiles: thread blocks draw tiles from a queue (dynamic persistent scheduling), not in a stride.
         descending_turns: tiles of keys of a deterministic problem add to a dQ from the last one to the first, not the
             other way round: see block_range.following_query_block.
         ascending_mib: with descending_turns, the last heads, whose Q, dO and sums of dQ are this many MiB together (at
@@ -315,6 +315,10 @@ class BackwardConfigSm90(LaunchConfig):
         paired: clusters of two thread blocks take the 128 keys of a tile together, 64 each. They share the loads of Q
             and dO (TMA multicast) and exchange dS, and each adds half of the columns of dQ over the keys of both: see
             device/sm90/backward/paired.py. With by_gradient, and head dims of Q and K above 128.
+        heads_together: all query heads of a group visit a block of queries before any of them goes on to another one.
+            The tiles of the first, third, ... wave of thread blocks begin with their last block, the others with their
+            first one. Under a causal mask, longest tiles first, tiles that run at the same time then visit the same
+            blocks. If False, the blocks of a head follow each other.
     """
 
     tile_m: int = 64
@@ -332,6 +336,7 @@ class BackwardConfigSm90(LaunchConfig):
     ring_lag: int = 0
     overlap_gradients: bool = False
     paired: bool = False
+    heads_together: bool = False
 
     # of a copy: what TMA reads is aligned
     vector_bytes: ClassVar[int] = 16
@@ -355,14 +360,16 @@ class BackwardConfigSm90(LaunchConfig):
     def ds_buffers(self) -> int:
         return 1 if self.paired else DS_BUFFERS
 
-    @property
-    def keys_in_registers(self) -> bool:
-        """Whether a warpgroup has its K in registers for S^T = K Q^T, which then reads a third less shared memory."""
-        return self.overlap_gradients and self.tile_m == 128
+    def keys_in_registers(self, problem: AttentionProblem) -> bool:
+        """Whether a warpgroup has its K in registers for S^T = K Q^T, which then reads a third less shared memory.
+
+        At head_dim 96 that is 1.02 to 1.05 times as fast (H200, 2048 to 16384). At 128 there are no registers for it.
+        """
+        return self.overlap_gradients and (self.tile_m == 128 or max(self.head_dims(problem)) == 96)
 
     @property
     def vector_adds(self) -> bool:
-        """Whether four values of a dQ are added at once, and lie side by side."""
+        """Whether four values of a dQ are added at once, and are contiguous."""
         return True
 
     def adds_in_turns(self, problem: AttentionProblem) -> bool:
@@ -408,12 +415,11 @@ class BackwardConfigSm90(LaunchConfig):
         return self.head_dims(problem)[0] * self.tile_m // ROWS_PER_WARPGROUP // self.num_warpgroups
 
     def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
-        """The head dims that the kernel is compiled for: never 96.
-
-        The halves of 96 columns are no whole column blocks of shared memory.
-        """
+        """The head dims that the kernel is compiled for: with by_gradient never 96, which is no multiple of 64."""
         d, dv = (head_dim_tile(d) for d in (problem.head_dim, problem.head_dim_v))
-        return (128 if d == 96 else d), (128 if dv == 96 else dv)
+        if self.by_gradient:
+            d, dv = (128 if d == 96 else d), (128 if dv == 96 else dv)
+        return d, dv
 
     @property
     def num_threads(self) -> int:
@@ -498,6 +504,8 @@ class BackwardConfigSm90(LaunchConfig):
             raise UnsupportedError(f"ring_lag: expected 0 where tiles differ or are drawn, got {self.ring_lag}")
         if self.paired:
             self._check_paired(problem)
+        if self.heads_together and (problem.deterministic or problem.is_packed or self.private_dq):
+            raise UnsupportedError("heads_together: expected no deterministic or packed problem and no private_dq")
         if self.private_dq and problem.has_modifiers:
             raise UnsupportedError(f"private_dq: expected False with {problem.modifiers_named}")
         if self.private_dq and (self.by_gradient or self.dynamic_tiles or problem.is_packed):

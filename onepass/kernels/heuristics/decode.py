@@ -104,7 +104,9 @@ def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:
             )
     for config in along_rows:
         tile_m = ROWS_PER_MMA * config.num_warps
-        yield replace(config, tile_m=tile_m, pack_gqa=1 < group <= tile_m)
+        config = replace(config, tile_m=tile_m, pack_gqa=1 < group <= tile_m)
+        yield config
+        yield replace(config, tile_n=SPLIT_UNIT)  # rows of 96 e4m3, 64 of them loaded at once, next to wider ones
 
 
 def num_splits_sm80(problem: AttentionProblem, config: ForwardConfigSm80, arch: str, num_sms: int) -> int:
@@ -209,7 +211,7 @@ def most_splits_sm90(problem: AttentionProblem, config: ForwardConfigSm90, num_s
     1 means that there are no splits and no merge.
 
     A merge writes and reads 8 bytes for each column of each row of out, of prompts, too, which are not split. A tile of
-    a single token beside them reads 4 bytes for each column and key it may have, where it is one of the last at some 70
+    a single token among them reads 4 bytes for each column and key it may have, where it is one of the last at some 70
     GB/s (131072 keys of 512 bytes in 0.95 ms): more than ten times as long, if there are no more than twice as many
     rows as such keys.
     """

@@ -2,7 +2,7 @@
 
 Measured on an H200 alone: there bf16 (float32 where said) TFLOP/s at sequence lengths 512, 1024, 2048, 4096, 8192 and
 16384 (16k tokens of hidden size 2048), from the runs in which rows were chosen
-(benchmarks/results/h200-ampere-*-variants.json; the grid with the chosen ones alone is beside them). Other GPUs get the
+(benchmarks/results/h200-ampere-*-variants.json; the grid with the chosen ones is next to them). Other GPUs get the
 same rows where their shared memory has room: the first that fits into 227, 163 or 99 KB.
 """
 
@@ -39,7 +39,7 @@ FORWARD = {
     128: (ForwardConfigSm80(tile_m=128, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),),
     # not measured
     192: (ForwardConfigSm80(tile_m=64, tile_n=32, rescale_threshold=LAZY),),
-    # 279 295 317 324 324 323, causal 214 264 300 318 327 (16384 was cut off); tile_n 32 266 285 291 301 306 303,
+    # 279 295 317 324 324 323, causal 214 264 300 318 327 (16384 is missing); tile_n 32 266 285 291 301 306 303,
     # causal 214 257 285 300 308
     256: (
         ForwardConfigSm80(tile_m=64, tile_n=48, num_stages=1, q_in_registers=False, rescale_threshold=LAZY),

@@ -182,7 +182,7 @@ FORWARD_SM90 = {
 
 # FP8, by the wider head dim. TFLOP/s of V as `fp8.keys_last` lays it, from docs/lab/2026-11-27-fp8-codes.md (H200),
 # with p_codes, where "exponentials" are FORWARD_FP8_EXACT. The tensor cores truncate the sums of P V, so P V of each
-# step is added to O by the FMA pipe (docs/kernels/fp8.md). "With overlap" it runs beside the softmax of the next step.
+# step is added to O by the FMA pipe (docs/kernels/fp8.md). "With overlap" it runs during the softmax of the next step.
 # At head_dim 256 GEMMs are issued in any order: the softmax of one warpgroup is shorter than those of the other.
 FP8_OVERLAPPED = ForwardConfigSm90(tile_n=128, q_stages=2, rescale_threshold=LAZY_FP8, two_level_sums=True)
 FP8_IN_SEQUENCE = replace(FP8_OVERLAPPED, overlap_gemm_softmax=False)
@@ -290,7 +290,7 @@ FORWARD_FP8_EXACT = {
         Row(True, LONG, replace(FP8_IN_SEQUENCE, dynamic_tiles=True)),
     ),
 }
-# For head dims of V above 128: the keys of a tile, and the columns whose P V has registers beside O at a time. P V
+# For head dims of V above 128: the keys of a tile, and the columns whose P V has registers besides O at a time. P V
 # takes the registers of S; where it has fewer, ptxas drains every wgmma by itself.
 FP8_COLUMNS = {192: (96, 96), 256: (128, 128)}
 
@@ -315,7 +315,7 @@ def forward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Forwar
     row = row_of(FORWARD_SM90.get(dims, ()), is_causal, seqlen_k)
     if row is not None:
         return _modified(_adapted(row.config, problem), problem)
-    # other pairs of head dims: the largest tile that leaves 60 registers beside the accumulators and fits
+    # other pairs of head dims: the largest tile that leaves 60 registers besides the accumulators and fits
     for tile_n in (128, 112, 96, 80, 64, 48):
         config = ForwardConfigSm90(tile_n=tile_n, rescale_threshold=LAZY)
         try:
@@ -341,7 +341,7 @@ FLOAT32_SM90 = {
 # TFLOP/s of both ways at 1024, 2048 and 4096, transposed first (docs/lab/2026-11-27-fp8-codes.md): 64 594 562, 653
 # 632, 677 681, causal 401 361, 506 471, 583 567; 128 781 790, 861 942, 887 1008, causal 555 490, 698 669, 797 793;
 # 256 935 864, 1026 973, 1070 1034, causal 681 581, 868 798, 963 940. Longer ones were not measured. Three warpgroups
-# of head_dim 64 lack the registers beside warps that transpose.
+# of head_dim 64 lack the registers where warps transpose.
 TRANSPOSED_QUERIES = {64: (2048, 4096), 128: (512, 4096), 256: (4096, 4096)}
 # Without p_codes, 64 at 1024 and 2048 466 453, 532 542, causal at 4096 486 479; 128 at 4096 876 856, causal 739 719;
 # 256 at 1024 and 2048 849 825, 936 957, causal at 4096 883 870.
@@ -397,7 +397,7 @@ def _modified(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardCo
         return config
     # intervals differ from tile to tile: no fixed order balances them
     dynamic_tiles = config.dynamic_tiles or problem.has_intervals
-    return replace(config, pack_gqa=False, cluster_size=1, score_buffers=1, dynamic_tiles=dynamic_tiles)
+    return replace(config, pack_gqa=False, cluster_size=1, dynamic_tiles=dynamic_tiles)
 
 
 def _adapted(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardConfigSm90:
@@ -431,6 +431,7 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
         if _is_paired(problem):
             has_room = head_dim_tile(problem.head_dim) == 192 and not problem.deterministic
             config = replace(config, paired=True, background_rows=False, q_stages=3 if has_room else 2)
+        config = replace(config, heads_together=_visits_heads_together(problem))
         return _with_turns(config, problem)
     # the slopes of a softcap, and most modifiers, take the registers of the larger tile
     if widest > 64 or problem.softcap is not None or _takes_registers_in_backward(problem):
@@ -440,6 +441,7 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     config = replace(config, overlap_gradients=_overlaps_gradients(problem, config))
     if _has_short_sequences(problem, config, is_growing):
         return replace(config, private_dq=True, dynamic_tiles=False)
+    config = replace(config, heads_together=_visits_heads_together(problem))
     return _with_turns(config, problem)
 
 
@@ -545,8 +547,24 @@ def _is_paired(problem: AttentionProblem) -> bool:
     return head_dim_tile(problem.head_dim) in (192, 256)
 
 
+def _visits_heads_together(problem: AttentionProblem) -> bool:
+    """Whether all query heads of a group visit a block of queries together: H200, causal, speed with / without it.
+
+        16k tokens, 2048 to 16384, head_dim 128: groups of eight 1.24, 1.16, 1.08, 1.09; of four 1.07, 1.01, 1.04, 1.05
+            head_dim 64, groups of eight: 1.04, 1.05, 1.05, 1.03
+        2048 and 8192, head_dim 256, groups of eight: 1.25, 1.08
+
+    Tiles of a kv head that run at the same time then read the same blocks from L2 (docs/kernels/backward_sm90.md). If
+    the blocks of a head follow each other, short tiles are several heads ahead of long ones. Other head dims were not
+    measured, nor packed sequences and modifiers, whose tiles differ in other ways.
+    """
+    is_growing = problem.mask.window_right is not None and problem.mask.window_left is None
+    is_free = not (problem.deterministic or problem.is_packed or problem.has_modifiers)
+    return problem.qhead_per_kvhead > 1 and is_growing and is_free
+
+
 def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -> bool:
-    """Whether dS and P are computed beside GEMMs of the same warpgroup: H200, speed with it / without it.
+    """Whether dS and P are computed during GEMMs of the same warpgroup: H200, speed with it / without it.
 
         head_dim 128, 512 to 16384: causal 1.02, 1.04, 1.03, 1.04, 1.05, 1.03; full 1.00, 0.98, -, 0.97
         head_dim 64, 1024 to 16384: causal 1.02, 1.03, 1.02, 1.03, 1.02; full 1.04, 1.04, 1.02, 1.00, 1.01
@@ -556,6 +574,9 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
         deterministic, 4096: windows 1.00 and 0.99, groups of eight 0.94 (128, full)
         2048 and 8192 with dropout: head_dim 128 1.01, 1.02 (causal), 1.03, 1.04 (full); 64, with tiles of 64 queries,
             0.95, 0.95 and 0.94, 0.93
+        head_dim 96, 2048 to 16384, with K in registers: full 1.08, 1.05, 1.07, 1.06
+        2048 to 16384 with heads_together, head_dim 128, causal: groups of eight 0.92, 0.91, 0.93, 0.95; of four 0.93,
+            0.92, 0.92, 0.92
 
     Ranges, positions, left padding and ALiBi spill values at head_dim 64, where K takes 32 registers, and so do groups
     of heads under a mask at 64 and 128.
@@ -568,8 +589,10 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
         return False
     if config.tile_m == 128:
         return not (problem.has_seqused_k or problem.has_alibi or drops) and (is_full or not is_grouped)
-    is_wide = max(problem.head_dim, problem.head_dim_v) > 64
-    return is_wide and (is_full == is_grouped or (drops and not is_grouped))
+    widest = max(config.head_dims(problem))
+    if widest == 96 and not is_grouped:
+        return True
+    return widest > 64 and (is_full == is_grouped or (drops and not is_grouped))
 
 
 FULL_SEQLEN_IN_BACKGROUND = 1024
@@ -582,7 +605,7 @@ def _does_rows_in_background(problem: AttentionProblem) -> bool:
         head_dim 128, 1024 to 8192: causal 1.05, 1.08, 1.03, 1.04; full 1.03, 1.00, 0.97, 1.00
         head_dim 256, 1024 to 4096: causal 0.98, 1.00, 0.99; full 1.03, 1.00, 1.01
 
-    It takes as much of the L1 cache beside tiles as before them. Under a causal mask, where tiles differ, it fills what
+    It takes as much of the L1 cache during tiles as before them. Under a causal mask, where tiles differ, it fills what
     they leave; at head_dim 256 its smaller stages cost that again.
     """
     if problem.mask.is_full:

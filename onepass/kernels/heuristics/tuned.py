@@ -1,7 +1,7 @@
 """Configurations that were measured to be faster than the heuristics': where they are kept, and when they are used.
 
 A configuration is kept for a GPU (by name), a pass, a backend, a static problem and a bucket of lengths (`key_of`), in
-tuned.json beside the compiled kernels, under the rules of disk_cache.py for files of others; a table for the H200 comes
+tuned.json with the compiled kernels, under the rules of disk_cache.py for files of others; a table for the H200 comes
 with the package. What this user's GPU has measured counts more than what comes with the package.
 
 An entry says "faster than that configuration". It is used only where the heuristics still choose that one, and where
@@ -50,7 +50,7 @@ class Entry:
         instead_of: that of the heuristics' choice. The same text: nothing was faster.
         speedup: of config over instead_of, the median of the rounds.
         environment: `compile.environment()` of the kernels that were measured.
-        problem: the one that was measured, for people.
+        problem: the one that was measured, human-readable.
     """
 
     config: str
@@ -248,7 +248,7 @@ def dump(table: Table) -> str:
 
 
 def save(gpu: str, found: dict[str, Entry], path: Path | None = None) -> Path:
-    """Put entries into a table, in place of those with the same keys. Returns: where it is.
+    """Put entries into a table, replacing those with the same keys. Returns: where it is.
 
     Several processes may do so at a time. A file that cannot be read is replaced.
 

@@ -82,7 +82,7 @@ class BackwardLaunch:
         """Launch the main kernel.
 
         Args:
-            rows: dq, out, lse and dlse, of which a main kernel gets those that no other kernel writes or reads.
+            rows: dq, out, lse and dlse; a main kernel gets those that no other kernel writes or reads.
             arguments: the kernel's arguments that all architectures have in common, by name.
         """
         raise NotImplementedError

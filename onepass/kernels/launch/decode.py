@@ -105,7 +105,7 @@ class DecodeLaunch(ABC):
 
     @abstractmethod
     def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-        """The forward. Args: q: in place of inputs.q. out, lse: of the call, or partials. sinks: not with partials."""
+        """The forward. Args: q: instead of inputs.q. out, lse: of the call, or partials. sinks: not with partials."""
 
     @abstractmethod
     def forward_request(self, inputs: DecodeInputs) -> tuple[LaunchConfig, CompileRequest]:

@@ -153,7 +153,7 @@ class Launch(DecodeLaunch):
         lse: Tensor,
         sinks: Tensor | None,
     ) -> tuple:
-        """The values of `ForwardSm80Arguments`, with the given tensors in place of those of `inputs`."""
+        """The values of `ForwardSm80Arguments`, with the given tensors instead of those of `inputs`."""
         k_descale, v_descale, kv_block = descale_arguments(self.problem, inputs)
         return forward_sm80_arguments(
             q,

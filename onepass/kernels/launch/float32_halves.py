@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
 
 
 class Halves(NamedTuple):
-    """The tensors that the forward kernel takes in place of q, k and v.
+    """The tensors that the forward kernel takes instead of q, k and v.
 
     Attributes:
         q, k: float16, shaped as the tensors, but with twice the columns that the kernel is compiled for: a row holds
@@ -66,7 +66,7 @@ def _split(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, is_v: b
     seqlen, num_heads, head_dim = x.shape[-3:]
     is_packed = cu_seqlens is not None
     columns = 2 * head_dim_tile(head_dim)
-    # the rows of a head side by side: a tile is one piece of memory
+    # the rows of a head are contiguous: a tile is one piece of memory
     target = x.new_empty(*x.shape[:-3], num_heads, seqlen, columns, dtype=torch.float16).transpose(-2, -3)
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     blocks = seqlen // SCALE_BLOCK + batch if is_packed else ceil_div(seqlen, SCALE_BLOCK)

@@ -207,7 +207,7 @@ class Launch:
         scales: KernelScales = NO_SCALES,
         float32: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
-        """Launch the kernel, with q, k and v in place of those of `inputs`. Args: see `ForwardSm90.__call__`."""
+        """Launch the kernel, with q, k and v instead of those of `inputs`. Args: see `ForwardSm90.__call__`."""
         sinks, cu_seqlens_q, cu_seqlens_k = inputs.sinks, inputs.cu_seqlens_q, inputs.cu_seqlens_k
         seqused_k = inputs.seqused_k
         self.kernel(
@@ -275,7 +275,7 @@ def zero_counters(purpose: str, device: int, count: int) -> Tensor:
     """At least `count` int32 zeros for a launch that leaves them at zero again.
 
     Launches of one stream follow each other, so one tensor per purpose and stream does. A captured launch may be
-    replayed beside others: it gets its own, zeroed by the graph.
+    replayed while others run: it gets its own, zeroed by the graph.
     """
     if _is_capturing(device):
         return torch.zeros(count, dtype=torch.int32, device=f"cuda:{device}")

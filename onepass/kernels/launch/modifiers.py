@@ -99,7 +99,7 @@ def gradients_of_terms(problem: AttentionProblem, config: BackwardConfig, inputs
 
 
 def backward_arguments(problem: AttentionProblem, bounds: Tensor | None, terms: TermGradients) -> tuple:
-    """The fields of `ModifierTensors` that a backward has beside those of `arguments_of`, in their order.
+    """The fields of `ModifierTensors` that a backward has besides those of `arguments_of`, in their order.
 
     Args: bounds: with intervals, what `query_bounds.launch` returns.
     """

@@ -58,7 +58,7 @@ def default_threads(head_dim: int) -> int:
 
 
 def unsupported(inputs: AttentionInputs, granularity: str) -> str | None:
-    """Why the kernel does not quantise this; None if it does."""
+    """Why the kernel does not quantize this; None if it does."""
     if granularity != "block":
         return f"granularity: expected 'block' (others need the whole tensor first), got {granularity!r}"
     tensors = {"q": (inputs.q, inputs.cu_seqlens_q), "k": (inputs.k, inputs.cu_seqlens_k)}
@@ -91,7 +91,7 @@ def _unsupported_sizes(name: str, t: Tensor, cu_seqlens: Tensor | None) -> str |
 
 @dataclass(frozen=True)
 class Launch:
-    """The kernel, and what every call with tensors of these sizes passes to it beside them; holds no tensor.
+    """The kernel, and what every call with tensors of these sizes passes to it besides them; holds no tensor.
 
     Attributes:
         signs: words of `sign_words`, or None.
@@ -148,7 +148,7 @@ class Launch:
 
 
 def _readable(t: Tensor) -> Tensor:
-    """The tensor that the kernel reads in place of t: t itself, or an aligned copy without a gradient."""
+    """The tensor that the kernel reads for t: t itself, or an aligned copy without a gradient."""
     return aligned(t.detach() if t.requires_grad else t)
 
 

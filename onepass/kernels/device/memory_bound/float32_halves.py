@@ -13,7 +13,7 @@ tensors themselves (blocks/repair/rows.py).
 Three products of halves are the product of the numbers up to about 2^-22 of it (see blocks/memory/wgmma.py), at twice
 the speed of tf32, which has the 11 bits of float16 and would need V transposed.
 
-Source: the split is that of Ootomo and Yokota, arXiv:2203.03341, with block scales in place of a shifted low half.
+Source: the split is that of Ootomo and Yokota, arXiv:2203.03341, with block scales instead of a shifted low half.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VECTOR = 4  # float32 values of a load
 LARGEST_LOG2 = 14  # exponent of the power of two below a block's largest magnitude after scaling
 EXPONENT_BIAS, MANTISSA_BITS = 127, 23
 SCALES_LOG2 = -112, EXPONENT_BIAS - LARGEST_LOG2  # least and greatest; softmax_scale times a scale is not subnormal
-# A row's sum adds up P / scale, up to 2^(15 + 64) each. P of the least scale beside the greatest is 2^(7 - 96) times
+# A row's sum adds up P / scale, up to 2^(15 + 64) each. P of the least scale with the greatest is 2^(7 - 96) times
 # its share of the largest probability, which float32 can hold until the share is 2^-37.
 V_SCALES_LOG2 = -64, 32
 MAX_RANGE_LOG2 = 16  # between the magnitudes of a block and of one of its rows (of V: or columns)
@@ -131,7 +131,7 @@ class Float32Halves:
 
     @cute.jit
     def refuse(self, smem: SmemAllocator, values: cute.Tensor, largest: Float32):
-        """Put NaN in place of what two halves cannot hold.
+        """Replace what two halves cannot hold by NaN.
 
         In Q and K these are rows that are not zero and are 2^MAX_RANGE_LOG2 below the block's largest magnitude, or
         below that of the least scale. In V it is the whole block, if one of its rows or columns is that small, or if
@@ -187,7 +187,7 @@ def largest_magnitude(values: list) -> Float32:
 
 @cute.jit
 def is_lost(magnitude: Float32, limit: Float32) -> Boolean:
-    """Whether the largest magnitude of a row or column is too small beside the limit; zeros are not."""
+    """Whether the largest magnitude of a row or column is too small for the limit; zeros are not."""
     return magnitude > 0.0 and magnitude < limit
 
 

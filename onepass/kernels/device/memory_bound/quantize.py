@@ -1,7 +1,7 @@
 """Q, K and V to e4m3 in one launch: a thread block rounds 64 rows of a head of one of the three.
 
 The grid counts the blocks of Q, then those of K, then those of V. Within a tensor, neighboring thread blocks have
-neighboring heads, which lie side by side in memory in most tensors.
+neighboring heads, which are adjacent in memory in most tensors.
 """
 
 from __future__ import annotations

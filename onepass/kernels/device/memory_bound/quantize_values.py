@@ -177,7 +177,7 @@ class QuantizeValues:
 def word_of(column, run):
     """The first of the four words in shared memory that hold 16 bytes: a column of a run of keys.
 
-    Two columns lie side by side in 128 bytes, one word of each bank. Lanes that write at the same time have columns 8
+    Two columns are adjacent in 128 bytes, one word of each bank. Lanes that write at the same time have columns 8
     (or 16) apart. Their words are exchanged so that each is in a bank of its own: the runs of a column by bits 3 and 4
     of the column, the two columns by bit 5.
     """

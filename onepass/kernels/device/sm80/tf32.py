@@ -1,10 +1,10 @@
 """Sums of float32 products by tensor cores: three mma.m16n8k8 of tf32 limbs, which keep the accuracy of float32.
 
-    a = a_hi + a_lo,  a_hi = a rounded to the 11 bits of tf32,  a_lo = the rest, of which mma reads the first 11 bits
+    a = a_hi + a_lo,  a_hi = a rounded to the 11 bits of tf32,  a_lo = the rest; mma reads its first 11 bits
     a b = a_lo b_hi + a_hi b_lo + a_hi b_hi          without a_lo b_lo, about 2^-23 of a b and of any sign
 
-a_hi is rounded, not cut off: the rest would have a bit more, and its sign would be that of a, so that what is neglected
-would add up. Tensor cores cut off their sums, too: an accumulator that stays in them through a long sum shrinks with
+a_hi is rounded, not cut: the rest would have a bit more, and its sign would be that of a, so that what is neglected
+would add up. Tensor cores truncate their sums, too: an accumulator that stays in them through a long sum shrinks with
 every step. With fresh sums, 16 terms at a time are summed from zero, the small products first, and float32 additions,
 which round to nearest, collect these sums.
 
@@ -37,7 +37,7 @@ TERMS = 8 * STEPS
 
 
 def make_tiled_mma(num_warps: int) -> cute.TiledMma:
-    """All warps side by side along M."""
+    """All warps in a row along M."""
     rows = ROWS_PER_MMA * num_warps
     return cute.make_tiled_mma(warp.MmaTF32Op((16, 8, 8)), (num_warps, 1, 1), permutation_mnk=(rows, 8, 8))
 

@@ -10,7 +10,15 @@ forward/transposer.py   warps that transpose V of e4m3
 forward/converter.py    warps that bring K and V of an e4m3 cache to 16 bits
 forward/tile.py         what all roles share
 backward/kernel.py      the gradients: set-up, roles; read this one before the others
-backward/consumer.py    a consumer warpgroup of the backward; wide.py for head_dim above 128
-backward/producer.py    its loads
+backward/consumer.py    a consumer warpgroup of the backward, step by step; its parts:
+backward/gemms.py         its GEMMs
+backward/scores.py        P and dS
+backward/exchange.py      dS through shared memory
+backward/dq_atomic.py     sums of dQ in global memory; dq_private.py with private_dq
+backward/dkv.py           dK and dV to global memory, repair
+backward/past_the_end.py  zeros past the end of a sequence
+backward/inputs.py        what it is given
+backward/wide.py        consumer warpgroups for head_dim above 128, with parts of their own; paired.py in clusters
+backward/producer.py    the loads of the backward
 backward/rows.py        its work on query rows: statistics and zeros before the tiles, dq after them
 """

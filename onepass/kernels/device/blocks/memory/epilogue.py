@@ -1,4 +1,4 @@
-"""Writing a finished tile of rows: out straight from registers, lse beside it."""
+"""Writing a finished tile of rows: out straight from registers, and lse."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ def store_rows(
         for first in cutlass.range_constexpr(0, num_blocks, 4):
             words = [
                 pack_pair(acc_o[r, 2 * b] * weights[r], acc_o[r, 2 * b + 1] * weights[r], out_rows[r].element_type)
-                for b in range(first, first + 4)
+                for b in range(first, min(first + 4, num_blocks))
             ]
-            words = transpose_in_quad(*words, lane_in_quad)
+            words = transpose_in_quad(*words, *[Int32(0)] * (4 - len(words)), lane_in_quad)
             for i in cutlass.range_constexpr(4):
                 vector[i] = words[i]
             block = first_block + first + lane_in_quad
-            if is_row[r] and block < head_dim_v // 8:
+            is_column = block < head_dim_v // 8
+            if cutlass.const_expr(first + 4 > num_blocks):  # others hold the blocks after them
+                is_column = is_column and first + lane_in_quad < num_blocks
+            if is_row[r] and is_column:
                 cute.autovec_copy(vector, vectors[None, block])
 
 
@@ -57,7 +60,7 @@ def store_rows_staged(
     bytes of a row at once, but room in shared memory. For a whole warp; other warps need not take part.
 
     Args:
-        acc: (2, columns) of this thread; every 8-column block of a row is spread over its quad, 2 columns a lane. 64
+        acc: (2, columns) of this thread; every 8-column block of a row is spread over its quad, 2 columns a lane. 16
             divides the columns.
         out: (rows, head_dim), each row contiguous and 16-byte aligned.
         stage: 2 KB of shared memory for this warp alone, 128-byte aligned; free again when all lanes return.
@@ -75,8 +78,9 @@ def store_rows_staged(
     read = start + row * 128 + (vector ^ row) * 16
     num_vectors = cute.size(out, mode=[1]) // 8
     words = cute.make_rmem_tensor((4,), Int32)
-    for first in cutlass.range_constexpr(0, cute.size(acc, mode=[1]) // 2, STAGED_COLUMNS // 8):
-        for b in cutlass.range_constexpr(0, STAGED_COLUMNS // 8, 2):
+    num_blocks = cute.size(acc, mode=[1]) // 2
+    for first in cutlass.range_constexpr(0, num_blocks, STAGED_COLUMNS // 8):
+        for b in cutlass.range_constexpr(0, min(STAGED_COLUMNS // 8, num_blocks - first), 2):
             packed = [
                 pack_pair(acc[r, 2 * block] * weight, acc[r, 2 * block + 1] * weight, out.element_type)
                 for block in (first + b, first + b + 1)

@@ -111,18 +111,26 @@ def at_head(t: cute.Tensor, m: cute.Tensor, head, origin, is_packed: bool, along
     return cute.make_tensor(moved.iterator, t.layout)
 
 
-def swizzle_kind(columns: int, dtype: type[cutlass.Numeric]) -> SmemLayoutAtomKind:
-    """The widest swizzle whose atom (128, 64 or 32 bytes of a row) divides a row of `columns` elements."""
-    row_bytes = columns * dtype.width // 8
+def swizzle_kind(columns: int, dtype: type[cutlass.Numeric], part: int | None = None) -> SmemLayoutAtomKind:
+    """The widest swizzle whose atom (128, 64 or 32 bytes of a row) divides a row of `columns` elements.
+
+    Args: part: elements of a row of which a GEMM reads one or several: they are whole atoms, or whole parts of an atom.
+    """
+    row_bytes, part_bytes = (n * dtype.width // 8 for n in (columns, part or columns))
     for width, kind in ((128, SmemLayoutAtomKind.K_SW128), (64, SmemLayoutAtomKind.K_SW64)):
-        if row_bytes % width == 0:
+        if row_bytes % width == 0 and (part_bytes % width == 0 or width % part_bytes == 0):
             return kind
     return SmemLayoutAtomKind.K_SW32
 
 
-def smem_tiles(rows: int, columns: int, count: int, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-    """`count` swizzled tiles (rows, columns), each row contiguous: what TMA writes and wgmma reads."""
-    atom = warpgroup.make_smem_layout_atom(swizzle_kind(columns, dtype), dtype)
+def smem_tiles(
+    rows: int, columns: int, count: int, dtype: type[cutlass.Numeric], part: int | None = None
+) -> cute.ComposedLayout:
+    """`count` swizzled tiles (rows, columns), each row contiguous: what TMA writes and wgmma reads.
+
+    Args: part: columns that a GEMM reads by themselves, see `swizzle_kind`.
+    """
+    atom = warpgroup.make_smem_layout_atom(swizzle_kind(columns, dtype, part), dtype)
     return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
 
 

@@ -31,7 +31,7 @@ def products(a: list, b: list) -> list:
     """The pairs whose products make up the product of two operands, each of one tensor or of a high and a low half.
 
     The product of both low halves is left out, about 2^-22 of the whole. Small products come first: the tensor cores
-    cut off what they add to a large sum.
+    truncate what they add to a large sum.
     """
     if len(a) == 1:
         return [(a[0], b[0])]

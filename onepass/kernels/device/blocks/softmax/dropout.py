@@ -1,7 +1,7 @@
 """Which elements of a block of scores dropout keeps: random bytes as geometry/philox.py defines them.
 
-A call of the generator gives the bytes of a patch of 16 pairs, of which a thread has 8 and the lane 4 away the others:
-rows 2 i and 2 i + 1 of an accumulator lie in these two lanes. Two patches that lie side by side therefore cost each of
+A call of the generator gives the bytes of a patch of 16 pairs; a thread has 8 of them and the lane 4 away the others:
+rows 2 i and 2 i + 1 of an accumulator lie in these two lanes. Two neighboring patches therefore cost each of
 the two lanes one call: it hands the bytes that it does not need to the other.
 """
 
@@ -57,7 +57,7 @@ class KeptPairs:
     """Which elements of a block dropout keeps, while a kernel is traced.
 
     The block begins at a multiple of 16 in both directions, except for one of 8 columns. All lanes of the warp are
-    here, and their blocks lie side by side.
+    here, and their blocks lie next to each other.
 
     Attributes:
         words: the flags, in the order of `flag_of`; only the highest bit of each byte means something.
@@ -176,7 +176,7 @@ class KeptPairs:
 class StagedFlags(Untraced):
     """The flags of a warp's block of S^T, in shared memory: drawn while its GEMM runs, and applied to P afterwards.
 
-    Two patches that lie side by side cost each lane one call: the even one of two lanes calls the generator for the
+    Two neighboring patches cost each lane one call: the even one of two lanes calls the generator for the
     first patch, the odd one for the second. Each writes all of its call's flags, and reads those of its keys in both
     calls. So a draw needs no registers beyond it, and its writes keep it ahead of the wait for the GEMM.
 

@@ -1,4 +1,4 @@
-"""What a call does to pairs of a query and a key beside scale, softcap and window, on accumulators in registers.
+"""What a call does to pairs of a query and a key besides scale, softcap and window, on accumulators in registers.
 
     intervals     which keys a query sees: a range, left padding, a window around a position that a tensor gives
     terms         what is added to scores after the softcap: ALiBi and a bias

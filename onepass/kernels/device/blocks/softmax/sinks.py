@@ -33,7 +33,7 @@ class Sinks(NamedTuple):
 def weight_of_sink(sink: Float32, exponent: Float32) -> Float32:
     """exp2(exponent): what a sink adds to a sum of exponentials.
 
-    Beside an infinite sink no key counts: the exponent is inf - inf, and the weight is 1.
+    With an infinite sink no key counts: the exponent is inf - inf, and the weight is 1.
 
     Args: exponent: the sink minus the sum's reference, which is no smaller.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -9,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..memory.ptx import increment, look_at, wait_until_equal
+from ..memory.untraced import Untraced
 
 
 class Accumulator(NamedTuple):
@@ -32,59 +34,55 @@ class Accumulator(NamedTuple):
     num_heads: Int32
 
 
-class AdditionTurns:
-    """A warp that adds its shares of dQ; if the problem is deterministic, after the tiles of keys before its own.
+class AdditionTurns(Untraced):
+    """The turns of a warp to add to a dQ: if the problem is deterministic, after the tiles of keys before its own.
 
-    A subclass sets the attributes below, defines `dq_share`, and calls `begin_turns` once.
+    A turn costs an answer of L2 (about 700 cycles) and a fence. The counter is looked at a GEMM or more before it is
+    needed, and one fence makes this warp's last addition known to others and theirs to it.
+
+    Args:
+        kernel: a KeyTiles with is_deterministic.
+        lane: this thread's in its warp.
+        share: (tile, head, m_block) -> the number of this warp's share of a block of dQ, see Accumulator.turns.
     """
 
-    kernel: Any  # a KeyTiles with is_deterministic
-    accumulator: Accumulator
-    lane: Int32  # this thread's in its warp
-    unfinished: cute.Tensor  # (1,) in registers, see `begin_turns`
-
-    def dq_share(self, tile: Any, head: Int32, m_block: Int32) -> Int32:
-        """The number of this warp's share of a block of dQ (see Accumulator.turns)."""
-        raise NotImplementedError
-
-    def begin_turns(self):
-        # number of the share of dQ (see Accumulator.turns) that has been added, but perhaps not completely; -1: none
+    def __init__(self, kernel: Any, accumulator: Accumulator, lane: Int32, share: Callable[..., Int32]):
+        self.kernel, self.counts, self.lane, self.share = kernel, accumulator.turns, lane, share
+        # the number of the share that has been added to, but perhaps not completely; -1: none
         self.unfinished = cute.make_rmem_tensor((1,), Int32)
         self.unfinished[0] = Int32(-1)
 
-    # A turn costs an answer of L2 (about 700 cycles) and a fence. The counter is looked at a GEMM or more before it is
-    # needed, and one fence makes this warp's last addition known to others and theirs to it.
-
     @cute.jit
-    def look_at_turn(self, tile, head: Int32, m_block: Int32) -> Int32:
+    def look(self, tile, head: Int32, m_block: Int32) -> Int32:
         """How many tiles have added to this warp's share of dQ, or fewer; 0 unless deterministic."""
         seen = Int32(0)
         if cutlass.const_expr(self.kernel.is_deterministic):
-            seen = look_at(self.accumulator.turns.iterator + self.dq_share(tile, head, m_block))
+            seen = look_at(self.counts.iterator + self.share(tile, head, m_block))
         return seen
 
     @cute.jit
-    def take_turn(self, tile, head: Int32, m_block: Int32, seen: Int32):
+    def take(self, tile, head: Int32, m_block: Int32, seen: Int32):
         """Wait until all tiles before this one have added to this warp's share of dQ, unless any order will do.
 
         Those tiles have lower numbers than this one, and thread blocks, which all run at once, take tiles in ascending
         order: the first of the unfinished tiles never waits.
 
-        Args: seen: what `look_at_turn` returned.
+        Args: seen: what `look` returned.
         """
         if cutlass.const_expr(self.kernel.is_deterministic):
-            self.finish_dq()
-            self.unfinished[0] = self.dq_share(tile, head, m_block)
+            self.finish()
+            self.unfinished[0] = self.share(tile, head, m_block)
             turn = self.kernel.turn_of(tile, m_block)
-            wait_until_equal(self.accumulator.turns.iterator + self.unfinished[0], turn, seen)
+            wait_until_equal(self.counts.iterator + self.unfinished[0], turn, seen)
             cute.arch.sync_warp()
 
     @cute.jit
-    def finish_dq(self):
+    def finish(self):
         """Give the turn to the next tile, after the additions of all lanes, which were issued a step ago."""
-        cute.arch.sync_warp()
-        if self.lane == 0:
-            cute.arch.fence_acq_rel_gpu()
-            if self.unfinished[0] >= 0:
-                increment(self.accumulator.turns.iterator + self.unfinished[0])
-        self.unfinished[0] = Int32(-1)
+        if cutlass.const_expr(self.kernel.is_deterministic):
+            cute.arch.sync_warp()
+            if self.lane == 0:
+                cute.arch.fence_acq_rel_gpu()
+                if self.unfinished[0] >= 0:
+                    increment(self.counts.iterator + self.unfinished[0])
+            self.unfinished[0] = Int32(-1)

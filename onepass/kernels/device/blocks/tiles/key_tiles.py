@@ -47,6 +47,7 @@ class KeyTile(NamedTuple):
     place: Int32 | None  # in its ring, and the tiles of this; with ring_lag
     ring: Int32 | None
     in_ascending_end: Boolean | None  # whether its head is one of the last, which ascend; with has_ascending_end
+    ascends: Boolean | None  # with heads_together: whether it begins with its first query block, not with its last one
 
 
 class KeyTiles:
@@ -60,6 +61,8 @@ class KeyTiles:
     is_descending: bool  # the order of these turns, see `block_range.following_query_block`
     has_ascending_end: bool = False  # the last heads do not descend, see `tile_scheduler.turning_coord`
     ring_lag: int = 0  # tiles add in rings, see `block_range.turn_in_ring`; 0: in one of the orders above
+    heads_together: bool = False  # see BackwardConfigSm90
+    cluster_size: int = 1  # thread blocks that take a tile together
     has_intervals: bool = False  # the query blocks of a tile are in `ModifierTensors.bounds`
 
     def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
@@ -111,28 +114,37 @@ class KeyTiles:
         if cutlass.const_expr(self.ring_lag > 0):
             place = n_block % schedule.tiles_in_ring
             ring = minimum(schedule.tiles_in_ring, num_blocks - n_block + place)
+        ascends = None
+        if cutlass.const_expr(self.heads_together):
+            # A thread block draws its second tile when its first one ends. Longest first, a tile that begins n blocks
+            # of queries later than another one has n blocks less, at its beginning: if tiles of the second wave begin
+            # with their first block, all visit the same one. Those of the first wave begin at the same time, and end
+            # with the same block.
+            _, in_section = divmod(number, schedule.divisors.tiles_per_section)
+            ascends = in_section // (cute.arch.grid_dim()[0] // self.cluster_size) % 2 == 1
         coordinates = n_block, head, origin_q, origin_k, rows_k, first_m_block
-        return KeyTile(*coordinates, geometry, *blocks, sequence, place, ring, in_ascending_end)
+        return KeyTile(*coordinates, geometry, *blocks, sequence, place, ring, in_ascending_end, ascends)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         return at_head(t, m, head, origin, self.is_packed)
 
     def first_visit(self, tile: KeyTile) -> tuple:
         """The head and the query block with which a tile begins; `next_visit` says how it goes on."""
-        m_block = tile.first
-        if cutlass.const_expr(self.is_deterministic):
-            m_block = select(self.descends(tile), tile.first, tile.last - 1)
+        m_block = select(self._ascends(tile), tile.first, tile.last - 1)
         if cutlass.const_expr(self.ring_lag > 0):
             m_block = tile.place * self.ring_lag
         return tile.head_kv * self.group, m_block
 
-    def descends(self, tile: KeyTile) -> Boolean | bool:
-        """The order of turns, see `block_range.following_query_block`."""
-        return tile.in_ascending_end == 0 if self.has_ascending_end else self.is_descending
+    def _ascends(self, tile: KeyTile) -> Boolean | bool:
+        if self.heads_together:
+            return tile.ascends
+        if self.has_ascending_end:
+            return tile.in_ascending_end == 0
+        return self.is_descending or not self.is_deterministic
 
     def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
         first_head = tile.head_kv * self.group
-        order = self.is_deterministic, self.descends(tile), self.ring_lag > 0
+        order = self.is_deterministic or self.heads_together, self._ascends(tile), self.ring_lag > 0
         return following_query_block(head, m_block, first_head, self.group, tile.first, tile.last, *order)
 
     def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:

@@ -13,26 +13,29 @@ THREADS = 2 * 128  # threads of two warpgroups: one waits, the one before it arr
 
 
 class Turns(Untraced):
-    """A consumer warpgroup that may take turns. A subclass sets the attributes below."""
+    """The turns of a consumer warpgroup, if it takes any.
 
-    takes_turns: bool  # known at compile time
-    wg: Int32  # number of this warpgroup among the consumers
-    num_warpgroups: int  # consumer warpgroups
+    Args:
+        wg, num_warpgroups: its number among the consumer warpgroups, and how many there are.
+    """
+
+    def __init__(self, are_taken: bool, wg: Int32, num_warpgroups: int):
+        self.are_taken, self.wg, self.num_warpgroups = are_taken, wg, num_warpgroups
 
     @cute.jit
-    def prime_turns(self):
+    def begin(self):
         """Warpgroup 0 goes first."""
-        if cutlass.const_expr(self.takes_turns):
+        if cutlass.const_expr(self.are_taken):
             if self.wg == self.num_warpgroups - 1:
-                self.pass_turn()
+                self.pass_on()
 
     @cute.jit
-    def wait_for_turn(self):
-        if cutlass.const_expr(self.takes_turns):
+    def wait(self):
+        if cutlass.const_expr(self.are_taken):
             cute.arch.barrier(barrier_id=NamedBarrier.PINGPONG + self.wg, number_of_threads=THREADS)
 
     @cute.jit
-    def pass_turn(self):
-        if cutlass.const_expr(self.takes_turns):
+    def pass_on(self):
+        if cutlass.const_expr(self.are_taken):
             following = self.wg + 1 if self.wg < self.num_warpgroups - 1 else Int32(0)
             cute.arch.barrier_arrive(barrier_id=NamedBarrier.PINGPONG + following, number_of_threads=THREADS)

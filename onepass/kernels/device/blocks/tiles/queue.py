@@ -41,7 +41,7 @@ class TileQueue(Untraced):
         num_tiles: numbers from this one on are no tiles.
         counter: one Int32 in global memory, 0 between launches; None: the numbers of `tile_scheduler.tile_number`.
         in_a_row, forwards: arguments of `tile_number`; only without a counter.
-        num_readers: warps that take numbers, beside the producer: consumers, and those that transpose V.
+        num_readers: warps that take numbers, without the producer: consumers, and those that transpose V.
     """
 
     def __init__(

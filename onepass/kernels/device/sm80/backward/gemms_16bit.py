@@ -14,8 +14,9 @@ from ...blocks.memory import epilogue
 from ...blocks.memory.layouts import as_operand_a_of_mma, transposed
 from ...blocks.memory.ptx import pack
 from ...blocks.memory.untraced import Untraced
+from ...blocks.softmax.gradients import Region
 from ..forward.gemms_16bit import Operand
-from .warps import COLUMNS_OF_STORE, Buffers, Mmas, Region
+from .warps import COLUMNS_OF_STORE, Buffers, Mmas
 
 COLUMNS_OF_LDMATRIX = 16  # four matrices of 8 x 8
 
@@ -194,9 +195,9 @@ class BackwardGemms16Bit(Untraced):
         first_piece = region.first_query // 8
         swizzle = region.lane // 4 * row_bytes // 128 % pieces
         start += first_piece // pieces * (self.tile_n * row_bytes)
-        shape = (2, region.m_tiles, max(1, region.queries_of_warp // columns))
+        shape = (2, region.m_tiles, max(1, region.num_queries // columns))
         stride = (8 * row_bytes // 4, region.rows_between * row_bytes // 4, self.tile_n * row_bytes // 4)
-        for piece in cutlass.range_constexpr(min(pieces, region.queries_of_warp // 8)):
+        for piece in cutlass.range_constexpr(min(pieces, region.num_queries // 8)):
             address = start + 16 * ((first_piece % pieces) ^ piece ^ swizzle)
             pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
             target = cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))

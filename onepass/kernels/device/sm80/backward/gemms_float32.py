@@ -14,9 +14,10 @@ from cutlass import Float32, Int32
 from ....config import ROWS_PER_MMA, BackwardConfigSm80
 from ...blocks.memory import epilogue
 from ...blocks.memory.untraced import Untraced
+from ...blocks.softmax.gradients import Region
 from .. import tf32
 from ..tf32 import COLUMNS, STEPS, TERMS, VECTOR, Limbs, lane_vectors
-from .warps import Buffers, Mmas, Region
+from .warps import Buffers, Mmas
 
 PIECE = 8  # queries of a row of P or dS that stay together under the swizzle
 
@@ -58,7 +59,7 @@ class BackwardGemmsFloat32(Untraced):
         self.k_rows, self.v_rows = (
             [lane_vectors(t, region.row_in_tile, 2 * self.t + i, *rows) for i in pieces] for t in (buffers.k, buffers.v)
         )
-        self.group_counts = region.queries_of_warp // 8
+        self.group_counts = region.num_queries // 8
         rows = (self.group_counts,), (8,)
         self.q_rows, self.do_rows = (
             [lane_vectors(t, region.first_query + g, 2 * self.t + i, *rows) for i in pieces]
@@ -68,17 +69,17 @@ class BackwardGemmsFloat32(Untraced):
 
         # sums over rows: the rows 2 t and 2 t + 1 of each 8, and a warp's column blocks
         dkv_column_warps = config.num_warps // config.dkv_key_warps
-        columns = (self.tile_m // 8,), (8,), True, region.warp_id // config.dkv_key_warps, dkv_column_warps
+        columns = (self.tile_m // 8,), (8,), True, region.warp // config.dkv_key_warps, dkv_column_warps
         self.q_columns, self.do_columns = (
             [lane_vectors(t, 2 * self.t + i, g, *columns) for i in pieces] for t in (buffers.q, buffers.do)
         )
         self.dq_column_warps = config.num_warps // config.dq_query_warps
-        columns = (self.tile_n // 8,), (8,), True, region.warp_id // config.dq_query_warps, self.dq_column_warps
+        columns = (self.tile_n // 8,), (8,), True, region.warp // config.dq_query_warps, self.dq_column_warps
         self.k_columns = [lane_vectors(buffers.k, 2 * self.t + i, g, *columns) for i in pieces]
 
-        self.dkv_row = region.warp_id % config.dkv_key_warps * ROWS_PER_MMA + g
+        self.dkv_row = region.warp % config.dkv_key_warps * ROWS_PER_MMA + g
         self.dkv_m_tiles = self.tile_n // (ROWS_PER_MMA * config.dkv_key_warps)
-        self.dq_row = region.warp_id % config.dq_query_warps * ROWS_PER_MMA + g
+        self.dq_row = region.warp % config.dq_query_warps * ROWS_PER_MMA + g
         self.dq_m_tiles = self.tile_m // (ROWS_PER_MMA * config.dq_query_warps)
         self.acc_dk, self.acc_dv = (
             cute.make_rmem_tensor(((2, 2), self.dkv_m_tiles, columns // (8 * dkv_column_warps)), Float32)
@@ -172,7 +173,7 @@ class BackwardGemmsFloat32(Untraced):
         first_piece = region.first_query // PIECE
         start = region.row_in_tile * width + 2 * self.t + first_piece // self.pieces * (self.tile_n * width)
         exchanged = swizzle(region.lane // 4)
-        shape = 2, 2, region.m_tiles, max(1, region.queries_of_warp // width)
+        shape = 2, 2, region.m_tiles, max(1, region.num_queries // width)
         layout = cute.make_layout(shape, stride=(1, 8 * width, region.rows_between * width, self.tile_n * width))
         for piece in cutlass.range_constexpr(min(self.pieces, self.group_counts)):
             number = ((first_piece + piece) ^ exchanged) % self.pieces

@@ -247,7 +247,7 @@ class BackwardSm80(KeyTiles):
                 head, m_block = next_head, next_m_block
                 if cutlass.const_expr(self.config.num_stages > 1):
                     buffer = 1 - buffer
-            warps.end_turns()
+            warps.turns.finish()
         warps.store(tile)
 
     @cute.jit

@@ -12,7 +12,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .....geometry.integers import ceil_div
 from .....geometry.tile_scheduler import LANES
 from ....config import ROWS_PER_MMA
 from ...blocks.memory.layouts import rows_and_columns
@@ -21,7 +20,7 @@ from ...blocks.memory.untraced import Untraced
 from ...blocks.memory.warp import broadcast
 from ...blocks.repair import gradients as repair_gradients
 from ...blocks.repair.rows import SourceTensors
-from ...blocks.softmax.gradients import GradientScores, stat_of_column
+from ...blocks.softmax.gradients import GradientScores, KeptBits, Region, stat_of_column
 from ...blocks.softmax.modifiers import Modifiers
 from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
@@ -50,27 +49,7 @@ class Buffers(NamedTuple):
     stats: cute.Tensor  # (2 * tile_m, count)
 
 
-class Region(NamedTuple):
-    """The region of S and dP, with keys in rows, that a thread and its warp have.
-
-    Attributes:
-        row_in_tile: the first of the thread's rows; the second one lies 8 below.
-        m_tiles, rows_between: the number of such pairs of rows, and the rows from one pair to the next.
-        first_query, queries_of_warp: the warp's columns.
-    """
-
-    thread: Int32
-    lane: Int32
-    lane_in_quad: Int32
-    warp_id: Int32
-    row_in_tile: Int32
-    m_tiles: int
-    rows_between: int
-    first_query: Int32
-    queries_of_warp: int
-
-
-class BackwardWarps(Untraced, AdditionTurns, GradientScores):
+class BackwardWarps(Untraced):
     """dK and dV of a tile in registers, and S, P, dP, dS and dQ of a step."""
 
     def __init__(
@@ -87,61 +66,48 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         modifiers: Modifiers | None = None,
     ):
         config = self.config = kernel.config
-        self.kernel, self.buffers, self.mmas = kernel, buffers, mmas
-        self.softmax_scale, self.scores, self.accumulator = softmax_scale, scores, accumulator
+        self.kernel, self.buffers = kernel, buffers
+        self.softmax_scale, self.scales, self.accumulator = softmax_scale, scores, accumulator
         self.mdK, self.mdV, self.sources, self.modifiers = mdK, mdV, sources, modifiers
+        self.drops = modifiers is not None and modifiers.drops
         self.dv_scale = modifiers.tensors.keep_scale if self.drops else Float32(1.0)
         self.tile_m, self.tile_n = kernel.tile_m, kernel.tile_n
-        self.is_capped = scores.tanh_scale is not None
         thread = cute.arch.thread_idx()[0]
         self.lane, self.lane_in_quad = thread % LANES, thread % 4
         self.warp_id = cute.arch.make_warp_uniform(thread // LANES)
 
         s_warps = config.s_key_warps
-        self.rows_between = ROWS_PER_MMA * s_warps
-        self.m_tiles = self.tile_n // self.rows_between
-        self.row_in_tile = self.warp_id % s_warps * ROWS_PER_MMA + self.lane // 4
-        self.queries_of_warp = self.tile_m * s_warps // config.num_warps
-        self.first_query = self.warp_id // s_warps * self.queries_of_warp
-        region = Region(
+        num_queries = self.tile_m * s_warps // config.num_warps
+        self.region = Region(
             thread,
             self.lane,
             self.lane_in_quad,
             self.warp_id,
-            self.row_in_tile,
-            self.m_tiles,
-            self.rows_between,
-            self.first_query,
-            self.queries_of_warp,
+            row_in_tile=self.warp_id % s_warps * ROWS_PER_MMA + self.lane // 4,
+            num_queries=num_queries,
+            first_query=self.warp_id // s_warps * num_queries,
+            m_tiles=self.tile_n // (ROWS_PER_MMA * s_warps),
+            rows_between=ROWS_PER_MMA * s_warps,
         )
-
-        self.gemms = kernel.gemms(kernel, buffers, mmas, region)
+        self.gemms = kernel.gemms(kernel, buffers, mmas, self.region)
         self.acc_dk, self.acc_dv = self.gemms.acc_dk, self.gemms.acc_dv
-        self.make_scores()
-        # statistics of this thread's queries, see `read_stats`
-        self.minus_lse, self.minus_delta = (
-            cute.make_rmem_tensor((4, ceil_div(self.queries_of_warp, 16)), Float32) for _ in range(2)
-        )
-        self.begin_turns()
+        self.scores = self.make_scores()
+        self.turns = AdditionTurns(kernel, accumulator, self.lane, self.dq_share)
 
-    def make_scores(self):
-        """The registers in which P and dS are kept for `make_ds`."""
-        acc = self.gemms.make_acc_s()
+    def make_scores(self) -> GradientScores:
+        """The scores, and the registers in which P and dS are kept for `make_ds`."""
+        acc, gemms, kept = self.gemms.make_acc_s(), self.gemms, None
         if self.drops:
-            self.kept_values = acc
-            self.kept_words = cute.make_rmem_tensor((ceil_div(cute.size(acc), 32),), Int32)
+            kept = KeptBits(self.modifiers, cute.size(acc), self.region.m_tiles)
         if self.kernel.dtype is Float32:
-            self.p = acc
-            self.capped = cute.make_rmem_tensor(acc.layout, Float32) if self.is_capped else None
-            return
-        self.p_words, self.ds_words = self.gemms.p_words, self.gemms.ds_words
-        if self.drops:
-            # P as it was before dropout, beside the operand of dV
-            self.whole_p = cute.make_rmem_tensor(self.gemms.shape_s, self.kernel.dtype)
-            self.p_words = cute.recast_tensor(self.whole_p, Int32)
-        if self.is_capped:
-            # P (1 - tanh^2), in the order of p_words
-            self.capped_words = cute.make_rmem_tensor((cute.size(self.p_words),), Int32)
+            p, ds = acc, None
+        else:
+            p, ds = gemms.p_words, gemms.ds_words
+            if self.drops:
+                # P as it was before dropout, in addition to the operand of dV
+                self.whole_p = cute.make_rmem_tensor(gemms.shape_s, self.kernel.dtype)
+                p = cute.recast_tensor(self.whole_p, Int32)
+        return GradientScores(self.kernel, self.region, self.scales, self.modifiers, p, ds, kept)
 
     # ---------------------------------------------------------------- a step
 
@@ -154,23 +120,23 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
     def step(self, tile: KeyTile, head: Int32, m_block: Int32, buffer: Int32):
         """One query block, whose Q, dO, lse and delta are in the buffer."""
         gemms, p_in_registers = self.gemms, self.kernel.p_in_registers and not self.config.one_score_buffer
-        seen = self.look_at_turn(tile, head, m_block)
-        acc_s = self.p if cutlass.const_expr(self.kernel.dtype is Float32) else gemms.make_acc_s()
+        seen = self.turns.look(tile, head, m_block)
+        acc_s = self.scores.p if cutlass.const_expr(self.kernel.dtype is Float32) else gemms.make_acc_s()
         acc_s.fill(0.0)
         gemms.s(acc_s, buffer)
-        self.read_stats(self.minus_lse, buffer, 0)
-        self.exponentials(acc_s, tile, head, m_block)
+        self.read_stats(self.scores.minus_lse, buffer, 0)
+        self.scores.exponentials(acc_s, tile, head, m_block)
         self.take_p(acc_s, tile, head, m_block)
         if cutlass.const_expr(self.config.one_score_buffer):
             cute.arch.sync_threads()
             gemms.dv(buffer)
-        self.read_stats(self.minus_delta, buffer, 1)
+        self.read_stats(self.scores.minus_delta, buffer, 1)
         acc_dp = gemms.make_acc_s()
         # dP - delta, or with dropout, which scales dP alone, dP
         for i in cutlass.range_constexpr(cute.size(acc_dp)):
-            acc_dp[i] = Float32(0.0) if self.drops else stat_of_column(self.minus_delta, i, self.m_tiles)
+            acc_dp[i] = Float32(0.0) if self.drops else stat_of_column(self.scores.minus_delta, i, self.region.m_tiles)
         gemms.dp(acc_dp, buffer)
-        self.make_ds(acc_dp, tile, head, m_block, not self.drops)
+        self.scores.make_ds(acc_dp, tile, head, m_block, not self.drops)
         if cutlass.const_expr(self.config.one_score_buffer):
             cute.arch.sync_threads()  # all warps are done with P
         gemms.take_ds(acc_dp)
@@ -183,7 +149,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
             acc_dq = gemms.make_acc_dq()
             gemms.dq(acc_dq, piece)
             if cutlass.const_expr(piece == 0):
-                self.take_turn(tile, head, m_block, seen)
+                self.turns.take(tile, head, m_block, seen)
             cute.arch.sync_warp()  # ptxas would begin dK before this, and keep too much in registers
             self.add_dq(acc_dq, tile, head, m_block, piece)
         gemms.dk(buffer)
@@ -192,7 +158,7 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
     def take_p(self, acc_s: cute.Tensor, tile: KeyTile, head: Int32, m_block: Int32):
         """Give P to dV, or what dropout keeps of it; `make_ds` needs all of it."""
         if cutlass.const_expr(self.drops):
-            self.draw_kept(tile, head, m_block)
+            self.scores.draw_kept(tile, head, m_block)
             kept = acc_s
             if cutlass.const_expr(self.kernel.dtype is Float32):
                 kept = self.gemms.make_acc_s()
@@ -200,25 +166,21 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
                     kept[i] = acc_s[i]
             else:
                 pack(acc_s, self.whole_p)
-            self.drop_p(kept)
+            self.scores.kept.drop(kept)
             self.gemms.take_p(kept)
         else:
             self.gemms.take_p(acc_s)
 
-    def slot_of(self, tile: KeyTile) -> Int32:
-        """This warp's place in a tensor with one for each warp of a tile."""
-        return tile.n_block * self.config.num_warps + self.warp_id
-
     @cute.jit
     def read_stats(self, target: cute.Tensor, buffer: Int32, which: cutlass.Constexpr[int]):
         """-lse log2(e) (0) or -delta (1) of this thread's queries, four of each sixteen: `stats_position`."""
-        if cutlass.const_expr(self.queries_of_warp == 8):
+        if cutlass.const_expr(self.region.num_queries == 8):
             # an upper or lower half of sixteen
-            first = self.first_query // 16 * 16 + 4 * self.lane_in_quad + self.first_query % 16 // 4
+            first = self.region.first_query // 16 * 16 + 4 * self.lane_in_quad + self.region.first_query % 16 // 4
             source, align, shape = which * self.tile_m + first, 8, (2, 1)
         else:
-            first = self.first_query + 4 * self.lane_in_quad
-            source, align, shape = which * self.tile_m + first, 16, (4, self.queries_of_warp // 16)
+            first = self.region.first_query + 4 * self.lane_in_quad
+            source, align, shape = which * self.tile_m + first, 16, (4, self.region.num_queries // 16)
         source = cute.domain_offset((source,), self.buffers.stats[None, buffer])
         source = cute.make_tensor(source.iterator.align(align), cute.make_layout(shape, stride=(1, 16)))
         target = cute.make_tensor(target.iterator, cute.make_layout(shape))
@@ -258,12 +220,6 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
                 else:
                     for c in cutlass.range_constexpr(4):
                         add_one_to_global(target + c * LANES, values[c])
-
-    @cute.jit
-    def end_turns(self):
-        """Give the last turn of a tile to the next tile."""
-        if cutlass.const_expr(self.kernel.is_deterministic):
-            self.finish_dq()
 
     # ---------------------------------------------------------------- end of a tile
 
@@ -322,5 +278,5 @@ class BackwardWarps(Untraced, AdditionTurns, GradientScores):
         for i in cutlass.range_constexpr(len(found)):
             if found[i][0] | found[i][1] != 0:
                 first_key = cute.arch.make_warp_uniform(broadcast(self.first_key(tile, i), 0))
-                inputs = (self.sources, self.accumulator, self.scores, is_v, self.config.vector_bytes, self.modifiers)
+                inputs = (self.sources, self.accumulator, self.scales, is_v, self.config.vector_bytes, self.modifiers)
                 self.kernel.recompute_keys(tile, gradient, scale, first_key, found[i], *inputs)

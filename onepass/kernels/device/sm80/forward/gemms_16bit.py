@@ -17,7 +17,7 @@ from ...blocks.memory.untraced import Untraced
 
 
 def make_tiled_mma(config: ForwardConfigSm80, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
-    """All warps side by side along M; 16 columns, which one ldmatrix of four 8x8 matrices serves."""
+    """All warps in a row along M; 16 columns, which one ldmatrix of four 8x8 matrices serves."""
     rows = ROWS_PER_MMA * config.num_warps
     op = warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16))
     return cute.make_tiled_mma(op, (config.num_warps, 1, 1), permutation_mnk=(rows, 16, 16))

@@ -20,7 +20,7 @@ class GemmsE4M3(Untraced):
     """S = Q K^T and O += P V of a warp's query rows, with S, P and O in registers.
 
     Q is in registers as well, or (without q_in_registers) in shared memory in fp16, a lane's four registers of each 16
-    columns side by side.
+    columns together.
 
     Args:
         sQ: 16-bit Q. sK, sV: pairs of e4m3 as 16-bit elements, half as many columns.

@@ -14,7 +14,7 @@ from ..tf32 import STEPS, VECTOR, Limbs, lane_vectors
 
 
 def make_tiled_mma(config: ForwardConfigSm80, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
-    """All warps side by side along M."""
+    """All warps in a row along M."""
     return tf32.make_tiled_mma(config.num_warps)
 
 

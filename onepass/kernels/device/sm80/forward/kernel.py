@@ -8,7 +8,7 @@ quad. Warps meet once a step of tile_n keys: after `wait_group` and a barrier th
 them, and those of step j - 1 are free to be filled for step j + num_stages - 1. Configurations choose other orders of
 loads:
 
-    num_stages=1           K of the next step is loaded beside softmax and PV, V of this one beside QK^T; two barriers
+    num_stages=1           K of the next step is loaded during softmax and PV, V of this one during QK^T; two barriers
     prefetch=False         load, wait, compute
 
 Thread blocks of neighboring tiles of a head have neighboring numbers, so their K and V meet in L2.

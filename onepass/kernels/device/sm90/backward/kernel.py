@@ -1,10 +1,11 @@
 """The Hopper backward kernel: warp-specialized, persistent, five GEMMs a step.
 
 A tile is 64 * num_warpgroups keys of one kv head; the steps go through the query blocks that see them, of each query
-head of the group in turn. Everything is computed transposed, keys in rows: S^T = K Q^T and dP^T = V dO^T leave P^T and
-dS^T in registers, in the layout in which the next GEMMs read them as operand A. So dV += P^T dO and dK += dS^T Q
-accumulate in registers through the whole tile, and only dS goes through shared memory: dQ = dS K sums over the keys of
-all warpgroups. The dQ of a step is added to a float32 accumulator in global memory.
+head of the group in turn, or with heads_together of all heads before the next block. Everything is computed transposed,
+keys in rows: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers, in the layout in which the next GEMMs read
+them as operand A. So dV += P^T dO and dK += dS^T Q accumulate in registers through the whole tile, and only dS goes
+through shared memory: dQ = dS K sums over the keys of all warpgroups. The dQ of a step is added to a float32
+accumulator in global memory.
 
     producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
     scheduler warp       the number of the next tile; how many tiles of each head are done
@@ -12,7 +13,7 @@ all warpgroups. The dQ of a step is added to a float32 accumulator in global mem
                          with turns, the second of them keeps these: turns.py
     each warpgroup       S0 P0 | dP0 dV0 | dS0 | S1 dK0 | P1 | dQ0 dP1 dV1 | dS1 | S2 dK1 | P2 ...
 
-P and dS are computed while the tensor cores work on the GEMMs around them; see consumer.py.
+P and dS are computed while the tensor cores work on the GEMMs around them; see consumer.py, and there the parts.
 
 With private_dq (BackwardConfigSm90) a thread block is the only one that adds to a dQ, and writes it when it is
 complete. Otherwise these additions come in any order. If the problem is deterministic, tiles of keys add to a block of
@@ -58,7 +59,8 @@ from ...blocks.tiles.packed import Lengths
 from ...blocks.tiles.queue import TileQueue
 from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
 from ..forward.tile import WARPGROUP, WARPS
-from .consumer import BackwardConsumer, BackwardPipes, Inputs, Mmas
+from .consumer import BackwardConsumer
+from .inputs import BackwardPipes, Buffers, Inputs, Mmas
 from .paired import PEER_PIECES, PairedConsumer, adds_piece, piece_of
 from .producer import BackwardProducer
 from .rows import FIRST_WARP as FIRST_BACKGROUND_WARP
@@ -85,7 +87,10 @@ class BackwardSm90(KeyTiles):
         # of GEMMs that sum over columns; those past the last one are zero
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
+        self.keys_in_registers = config.keys_in_registers(problem)
         self.num_pieces = self.head_dim // self.dq_columns  # of dQ, with by_gradient
+        # a warpgroup's share of a dQ: 64 of the queries, or some of the columns
+        self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
         self.is_paired, self.cluster_size, self.ds_buffers = config.paired, config.tile_blocks, config.ds_buffers
         mask = Mask() if problem.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
@@ -100,6 +105,7 @@ class BackwardSm90(KeyTiles):
         self.is_descending = config.adds_descending(problem)
         self.has_ascending_end = config.has_ascending_end(problem)
         self.ring_lag = config.ring_lag if self.is_deterministic else 0
+        self.heads_together = config.heads_together
         # K, V, Q and dO may hold arbitrary values past the end of a sequence
         self.has_garbage = problem.is_packed or problem.has_seqused_k
         self.has_background_rows = config.rows_in_background(problem)
@@ -146,7 +152,7 @@ class BackwardSm90(KeyTiles):
     ):
         if cutlass.const_expr(self.is_packed):
             q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in (q, k, v, dout, dk, dv))
-        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype)
+        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype, self.dq_columns)
         sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
@@ -242,7 +248,7 @@ class BackwardSm90(KeyTiles):
 
         smem, registers = OperandSource.SMEM, OperandSource.RMEM
         return Mmas(
-            s=tiled_mma(self.tile_m, registers if self.config.keys_in_registers else smem, Major.K, Major.K),
+            s=tiled_mma(self.tile_m, registers if self.keys_in_registers else smem, Major.K, Major.K),
             dp=tiled_mma(self.tile_m, smem, Major.K, Major.K),
             dv=tiled_mma(self.head_dim_v, registers, Major.K, Major.MN),
             dk=tiled_mma(self.head_dim, registers, Major.K, Major.MN),
@@ -302,6 +308,7 @@ class BackwardSm90(KeyTiles):
             smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
             for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
         )
+        sPeerK = sInbox = sP = sFlags = ds_empty = None
         if cutlass.const_expr(self.is_paired):
             sPeerK, sInbox = (
                 smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
@@ -312,7 +319,6 @@ class BackwardSm90(KeyTiles):
             p_vectors = self.p_copies * self.tile_m * ROWS_PER_WARPGROUP // (2 * WARPGROUP * P_WORDS)
             p_layout = cute.make_ordered_layout((P_WORDS, WARPGROUP, p_vectors), order=(0, 1, 2))
             sP = smem.allocate_tensor(Int32, p_layout, 128)
-        sFlags = None
         if cutlass.const_expr(self.flag_vectors > 0):
             flags_layout = cute.make_ordered_layout((4, self.flag_vectors, consumer_warps), order=(0, 1, 2))
             sFlags = smem.allocate_tensor(Int32, flags_layout, 128)
@@ -419,13 +425,13 @@ class BackwardSm90(KeyTiles):
             cute.arch.setmaxregister_increase(self.consumer_registers)
             tensors = accumulator, mdK, mdV, mdQ, sources, modifiers
             inputs = Inputs(pipes, tiled_mmas, softmax_scale, scores, *tensors, turns)
+            buffers = Buffers(sK, sV, sQ, sdO, sdS, sStats, ds_full, sFlags, sP, p_full, sPeerK, sInbox, ds_empty)
             if cutlass.const_expr(self.is_paired):
-                buffers = sK, sV, sQ, sdO, sdS, None, sStats, ds_full, p_full, sPeerK, sInbox, ds_empty
                 consumer = PairedConsumer(self, buffers, inputs)
             elif cutlass.const_expr(self.config.by_gradient):
-                consumer = WideConsumer(self, (sK, sV, sQ, sdO, sdS, sP, sStats, ds_full, p_full), inputs)
+                consumer = WideConsumer(self, buffers, inputs)
             else:
-                consumer = BackwardConsumer(self, (sK, sV, sQ, sdO, sdS, sStats, ds_full, sFlags), inputs)
+                consumer = BackwardConsumer(self, buffers, inputs)
             if cutlass.const_expr(self.has_background_rows):
                 background = make_background()
                 first = self.tile_at(queue.start(), schedule, seqlens)

@@ -1,4 +1,4 @@
-"""What is done for query rows beside the tiles: statistics and zeros before them, dq after them.
+"""What is done for query rows while tiles are computed: statistics and zeros before them, dq after them.
 
 Two warps of each thread block that have nothing else to do go through blocks of query rows, which they draw from
 counters in global memory:
@@ -23,6 +23,7 @@ The counters are zero between launches: the last warp that needs them puts the z
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -30,7 +31,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from .....geometry.integers import minimum
+from .....geometry.integers import ceil_div, minimum
 from .....geometry.tile_scheduler import LANES
 from ....config import PROGRESS_HEADER
 from ...blocks.memory import warp
@@ -56,8 +57,7 @@ from ..forward.tile import WARPS
 
 FIRST_WARP = 2  # the first of the background warps in the producer's warpgroup; the last one is its last warp
 VECTOR = 8  # elements of a load
-PIECE_ROWS, PIECE_COLUMNS = 16, 32  # of dq, which a warp has in registers
-PIECE_BYTES = 4 * PIECE_ROWS * PIECE_COLUMNS  # of sums
+PIECE_ROWS, MOST_PIECE_COLUMNS = 16, 32  # of dq, which a warp converts at a time
 LOADS_AHEAD = 8  # of a consumer, which has registers for them
 
 
@@ -161,7 +161,7 @@ class RowTensors(NamedTuple):
     dq: cute.Tensor
     tma_out: TmaRows  # boxes of as many rows as a stage of a background warp has room for
     tma_dout: TmaRows
-    tma_dq: TmaRows  # boxes of (PIECE_ROWS, PIECE_COLUMNS)
+    tma_dq: TmaRows  # boxes of (PIECE_ROWS, piece_columns)
 
 
 def make_row_tensors(kernel, out, dout, lse, dlse, dq) -> RowTensors:
@@ -171,7 +171,12 @@ def make_row_tensors(kernel, out, dout, lse, dlse, dq) -> RowTensors:
     box = rows_of_stage(kernel), kernel.head_dim_v
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     loads = (tma_rows(t, box, load) for t in (out, dout))
-    return RowTensors(out, dout, lse, dlse, dq, *loads, tma_rows(dq, (PIECE_ROWS, PIECE_COLUMNS), store))
+    return RowTensors(out, dout, lse, dlse, dq, *loads, tma_rows(dq, (PIECE_ROWS, piece_columns(kernel)), store))
+
+
+def piece_columns(kernel) -> int:
+    """Columns of dq that a warp converts at a time."""
+    return math.gcd(kernel.dq_columns, MOST_PIECE_COLUMNS)
 
 
 def rows_of_stage(kernel) -> int:
@@ -185,7 +190,7 @@ class Stage(NamedTuple):
     Each block of rows goes through it in an even number of parts, so that part i ends phase i % 2 of the barrier.
     """
 
-    start: Int32  # address, of which 128 is a divisor; there are BackwardConfigSm90.rows_bytes
+    start: Int32  # address, a multiple of 128; there are BackwardConfigSm90.rows_bytes
     barrier: cute.Pointer  # an mbarrier with one arrival
 
 
@@ -333,9 +338,10 @@ class BackgroundRows(Untraced):
     def _write_block(self, block: Int32, stage: Stage):
         """dq = softmax_scale * sums, for a block whose sums are complete."""
         kernel = self.kernel
-        num_bytes = kernel.config.rows_bytes
-        count = num_bytes // PIECE_BYTES  # pieces at a time
-        parts = kernel.tile_m * kernel.head_dim * 4 // num_bytes
+        piece_bytes, block_bytes = 4 * PIECE_ROWS * piece_columns(kernel), 4 * kernel.tile_m * kernel.head_dim
+        parts = 2 * ceil_div(block_bytes, 2 * kernel.config.rows_bytes)  # an even number
+        num_bytes = block_bytes // parts
+        count = num_bytes // piece_bytes  # pieces at a time
         found = Int32(0)
         cute.arch.fence_proxy("async.global")  # what others have added is read by a copy
         for part in cutlass.range(parts, unroll=1):
@@ -347,12 +353,12 @@ class BackgroundRows(Untraced):
                 copy_bulk(stage.start, source, num_bytes, stage.barrier)
             cute.arch.mbarrier_wait(stage.barrier, part % 2)
             for i in cutlass.range(count, unroll=1):
-                found = found | self._convert_piece(stage.start + i * PIECE_BYTES)
+                found = found | self._convert_piece(stage.start + i * piece_bytes)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             head, entry, row = self._place(block)
             for i in cutlass.range(count, unroll=1):
-                self._store_piece(stage.start + i * PIECE_BYTES, head, entry, row, part * count + i)
+                self._store_piece(stage.start + i * piece_bytes, head, entry, row, part * count + i)
             cute.arch.cp_async_bulk_commit_group()
         if cutlass.const_expr(kernel.hides_pairs):
             if cute.arch.vote_any_sync(found != 0):
@@ -368,10 +374,10 @@ class BackgroundRows(Untraced):
 
         The sums lie as in the consumers' accumulators: [8 columns][lane][row / 8][column % 2].
         """
-        kernel = self.kernel
+        kernel, width = self.kernel, piece_columns(self.kernel)
         found, lane = Int32(0), self.lane
         sums = cute.make_rmem_tensor((4,), Float32)
-        for columns in cutlass.range_constexpr(0, PIECE_COLUMNS, 16):
+        for columns in cutlass.range_constexpr(0, width, 16):
             words = []
             for half in cutlass.range_constexpr(2):
                 address = start + columns * (4 * PIECE_ROWS) + (half * LANES + lane) * 16
@@ -386,22 +392,22 @@ class BackgroundRows(Untraced):
                             found = Int32(1)
             cute.arch.sync_warp()  # the sums are read
             row, column = lane % 16, columns + lane // 16 * 8
-            store_matrices(start + 2 * (row * PIECE_COLUMNS + column), *words)
+            store_matrices(start + 2 * (row * width + column), *words)
         return found
 
     @cute.jit
     def _store_piece(self, start: Int32, head: Int32, entry: Int32, row: Int32, piece: Int32):
-        """Copy a box to dq. Pieces lie as [64 rows][part of the columns][warp][32 columns]."""
-        kernel, tma = self.kernel, self.tensors.tma_dq
-        pieces_of_share = kernel.dq_columns // PIECE_COLUMNS
+        """Copy a box to dq. Pieces lie as [64 rows][part of the columns][warp][columns of a piece]."""
+        kernel, tma, width = self.kernel, self.tensors.tma_dq, piece_columns(self.kernel)
+        pieces_of_share = kernel.dq_columns // width
         parts = kernel.head_dim // kernel.dq_columns
         share, column = piece // pieces_of_share, piece % pieces_of_share
         part = share // WARPS
         row = row // PIECE_ROWS + part // parts * WARPS + share % WARPS
-        s, g = tma.partition((PIECE_ROWS, PIECE_COLUMNS), start, kernel.dtype)
+        s, g = tma.partition((PIECE_ROWS, width), start, kernel.dtype)
         column += part % parts * pieces_of_share
         # a box past the last column would be stored in the place of another one
-        if column * PIECE_COLUMNS < self.tensors.dq.shape[1]:
+        if column * width < self.tensors.dq.shape[1]:
             cute.copy(tma.atom, s, g[None, row, column, head, entry])
 
     @cute.jit

@@ -18,7 +18,7 @@ order").
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -42,30 +42,26 @@ class TurnBarriers(NamedTuple):
     added: cute.Pointer
 
 
-class TurnsOfWarp:
-    """A consumer warp that adds to dQ; if the problem is deterministic, after the tiles before its own."""
+class TurnsOfWarp(Untraced):
+    """The turns of a consumer warp to add to dQ: if the problem is deterministic, after the tiles before its own."""
 
-    kernel: Any  # a KeyTiles with is_deterministic
-    wg: Int32
-    turns: TurnBarriers | None
-    additions: cute.Tensor  # (1,) in registers: how many there were so far
-
-    def begin_turns(self, turns: TurnBarriers | None):
-        self.turns = turns
+    def __init__(self, is_deterministic: bool, wg: Int32, turns: TurnBarriers | None):
+        self.is_deterministic, self.wg, self.turns = is_deterministic, wg, turns
+        # how many additions there were so far
         self.additions = cute.make_rmem_tensor((1,), Int32)
         self.additions[0] = Int32(0)
 
     @cute.jit
-    def take_turn(self):
+    def take(self):
         """Wait until all tiles before this one have added to the block, unless any order will do."""
-        if cutlass.const_expr(self.kernel.is_deterministic):
+        if cutlass.const_expr(self.is_deterministic):
             slot, phase = slot_of(self.wg, self.additions[0])
             cute.arch.mbarrier_wait(self.turns.granted + slot, phase)
 
     @cute.jit
-    def give_turn(self):
+    def give(self):
         """One arrival of this warp: its additions to the block are issued."""
-        if cutlass.const_expr(self.kernel.is_deterministic):
+        if cutlass.const_expr(self.is_deterministic):
             slot, _ = slot_of(self.wg, self.additions[0])
             cute.arch.sync_warp()
             with cute.arch.elect_one():

@@ -1,9 +1,9 @@
 """A consumer warpgroup of the Hopper forward: 64 query rows through the key blocks of each tile.
 
-What runs beside what, in one warpgroup (S = QK^T of a block, O += PV of the block before; time goes right):
+What runs during what, in one warpgroup (S = QK^T of a block, O += PV of the block before; time goes right):
 
     Algorithm 1   [S ] softmax [PV] [S ] softmax [PV]          overlap_gemm_softmax=False
-    2 stages      [S,PV] softmax [S,PV] softmax                PV beside the softmax; S is waited for
+    2 stages      [S,PV] softmax [S,PV] softmax                PV during the softmax; S is waited for
     3 stages      [S,PV]  [S,PV]  [S,PV]                       a block in two halves with an accumulator each: while
                   softmax softmax softmax                      the softmax of one half runs, the S of the other does,
                                                                too, and nothing is waited for
@@ -55,7 +55,7 @@ class Consumer(Warpgroup):
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         tile, skipped, unused = self.own_blocks(self.kernel.tile_at(number, schedule, seqlens))
-        self.prime_turns()
+        self.turns.begin()
         if cutlass.const_expr(config.overlap_tiles):
             for _ in cutlass.range(skipped, unroll=1):
                 self.skip(self.pipes.k, k_state)
@@ -74,8 +74,8 @@ class Consumer(Warpgroup):
                 self.skip(self.pipes.v, v_state)
                 v_state.advance()
                 # every warpgroup takes one turn a block
-                self.wait_for_turn()
-                self.pass_turn()
+                self.turns.wait()
+                self.turns.pass_on()
             self.acc_o.fill(0.0)
             self.clear_garbage(tile, v_state)
 
@@ -120,8 +120,8 @@ class Consumer(Warpgroup):
             elif cutlass.const_expr(self.kernel.skips_unused):
                 # in the order of their loads: K of a block comes before V of the block visited before it
                 for _ in cutlass.range(unused, unroll=1):
-                    self.wait_for_turn()
-                    self.pass_turn()
+                    self.turns.wait()
+                    self.turns.pass_on()
                     self.skip(self.pipes.v, v_state)
                     v_state.advance()
                     self.skip(self.pipes.k, k_state)
@@ -158,7 +158,7 @@ class Consumer(Warpgroup):
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         tile = self.kernel.tile_at(number, schedule, seqlens)
-        self.prime_turns()
+        self.turns.begin()
         self.load_q(self.q_state(wave))
         self.issue_qk(1, k_state, self.q_state(wave))
         warpgroup.wait_group(0)
@@ -214,7 +214,7 @@ class Consumer(Warpgroup):
         """The blocks of a tile that this warpgroup visits.
 
         Under a causal mask the rows of the first warpgroup need 64 keys fewer than those of the next one, and intervals
-        may say such a mask. A skipped K is released at once, so as many blocks can be skipped as have a buffer beside
+        may say such a mask. A skipped K is released at once, so as many blocks can be skipped as have a buffer besides
         the first one.
 
         Returns: the tile with the blocks that this warpgroup's rows see; how many of its last blocks they do not see;
@@ -246,7 +246,7 @@ class Consumer(Warpgroup):
         return tile, skipped, unused
 
     def blocks_of_intervals(self, tile: Tile, m_start: Int32, rows: int) -> KeyBlocks:
-        """The key blocks of this warpgroup's rows, of which m_start is the first one."""
+        """The key blocks of this warpgroup's rows, from m_start on."""
         place, lane = self.place(tile), cute.arch.lane_idx()
         queries = [(place, m_start + lane + i) for i in range(0, rows, LANES)]
         return self.modifiers.key_blocks(queries, tile.geometry.seqlen_k, self.tile_n)
@@ -254,8 +254,8 @@ class Consumer(Warpgroup):
     @cute.jit
     def skip_key_block(self, k_state):
         """Release a K unread, and take this warpgroup's turn for its block."""
-        self.wait_for_turn()
-        self.pass_turn()
+        self.turns.wait()
+        self.turns.pass_on()
         self.skip(self.pipes.k, k_state)
 
     @cute.jit
@@ -306,18 +306,18 @@ class Consumer(Warpgroup):
             self.load_next(tile, n_block, k_state, v_state)
             warpgroup.wait_group(1)
         else:
-            # Algorithm 1: PV first, and nothing of this warpgroup runs beside its softmax
+            # Algorithm 1: PV first, and nothing of this warpgroup runs during its softmax
             if cutlass.const_expr(self.config.two_level_sums):
                 # PV and QK^T in one turn: between two turns the tensor cores would go to another warpgroup
                 self.pipes.k.consumer_wait(k_state, ready[0])
                 self.pipes.v.consumer_wait(v_state, ready[1])
-                self.wait_for_turn()
+                self.turns.wait()
                 self.last_pv(v_state)
             else:
                 self.last_pv(v_state)
-                self.wait_for_turn()
+                self.turns.wait()
             self.issue_qk(0, k_state, q_state)
-            self.pass_turn()
+            self.turns.pass_on()
             self.load_next(tile, n_block, k_state, v_state)
             warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
@@ -337,7 +337,7 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def first_scores(self, tile: Tile, k_state, q_state):
-        """S = Q K^T and softmax of a tile's first block of keys (its last), with nothing beside it."""
+        """S = Q K^T and softmax of a tile's first block of keys (its last), alone."""
         self.load_q(q_state)
         self.load_scales(tile)
         self.issue_qk(0, k_state, q_state)
@@ -349,15 +349,15 @@ class Consumer(Warpgroup):
     def step_to_next_tile(self, tile: Tile, next_tile: Tile, k_state, v_state, next_q_state):
         """The step between tiles: the first S of the next tile is issued with the last PV of this one.
 
-        Without overlap_gemm_softmax that S comes after the PV, and the finished rows are stored beside it.
+        Without overlap_gemm_softmax that S comes after the PV, and the finished rows are stored during it.
         """
         if cutlass.const_expr(not self.config.overlap_gemm_softmax):
-            self.wait_for_turn()
+            self.turns.wait()
             self.last_pv(v_state)
             self.load_q(next_q_state)
             self.load_scales(next_tile)
             self.issue_qk(0, k_state, next_q_state)
-            self.pass_turn()
+            self.turns.pass_on()
             self.store(tile)
             warpgroup.wait_group(0)
             self.first_softmax(next_tile, k_state, next_q_state)
@@ -434,7 +434,7 @@ class Consumer(Warpgroup):
 
     @cute.jit
     def last_pv(self, v_state):
-        """O += P V with nothing beside it."""
+        """O += P V alone."""
         if cutlass.const_expr(self.pv_blocks > 1):
             self.pv_by_blocks(v_state)
         else:

@@ -17,6 +17,7 @@ from ...blocks.memory import wgmma
 from ...blocks.memory.clear import clear_keys, clear_rows
 from ...blocks.memory.layouts import as_operand_a, rows_and_columns, transposed
 from ...blocks.memory.ptx import add_here
+from ...blocks.memory.untraced import Untraced
 from ...blocks.softmax import scaled
 from ...blocks.softmax.modifiers import Modifiers
 from ...blocks.softmax.online import OnlineSoftmax, Scores
@@ -26,7 +27,7 @@ from ...blocks.tiles.pingpong import Turns
 from .tile import WARPGROUP, Pipes, Tile
 
 
-class WarpgroupGemms(Turns):
+class WarpgroupGemms(Untraced):
     """64 query rows of each tile: S, P and O in registers, Q, K and V in shared memory."""
 
     def __init__(
@@ -55,7 +56,6 @@ class WarpgroupGemms(Turns):
         config = self.config = kernel.config
         self.kernel = kernel
         self.num_warpgroups, self.score_buffers = config.num_warpgroups, config.score_buffers
-        self.takes_turns = config.pingpong and self.num_warpgroups > 1
         self.tile_m, self.tile_n, self.buffer_n = kernel.tile_m, kernel.tile_n, kernel.buffer_n
         self.has_window, self.cut_sides = kernel.has_window, kernel.cut_sides
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -63,6 +63,7 @@ class WarpgroupGemms(Turns):
         self.producer = producer
         first = 1 if producer is None else 0
         self.wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - first)
+        self.turns = Turns(config.pingpong and self.num_warpgroups > 1, self.wg, self.num_warpgroups)
         self.lane_in_quad = self.thread % 4
         # the first of this thread's two rows, 8 apart
         self.row_in_tile = self.wg * ROWS_PER_WARPGROUP + self.thread // 32 * 16 + self.thread % 32 // 4
@@ -154,10 +155,10 @@ class WarpgroupGemms(Turns):
         Args: ready: whether K and V were already seen in shared memory; None: not known.
         """
         self.pipes.k.consumer_wait(k_state, ready[0])
-        self.wait_for_turn()
+        self.turns.wait()
         self._gemm_qk(buffer, k_state, q_state)
         self.issue_pv(v_state, ready[1])
-        self.pass_turn()
+        self.turns.pass_on()
 
     @cute.jit
     def issue_qk(self, buffer: cutlass.Constexpr[int], k_state, q_state):
@@ -212,7 +213,7 @@ class WarpgroupGemms(Turns):
 
     @cute.jit
     def clear_garbage(self, tile: Tile, v_state):
-        """Put zeros in place of what a tile's first block of V holds past the sequence's last key.
+        """Clear what a tile's first block of V holds past the sequence's last key.
 
         P is 0 there, and 0 * NaN = NaN. In a dense problem the tensor V itself ends there, and TMA fills in zeros. All
         warpgroups write the same zeros, so they need not wait for each other.

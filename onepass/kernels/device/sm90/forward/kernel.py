@@ -108,7 +108,7 @@ class ForwardSm90:
         reads_cache: K and V are a cache, which has batch entries even where queries are packed.
         is_split: out and lse are partials, one for each split of the keys. For packed queries they hold the rows of
             split 0, then those of split 1, and so on.
-        box_rows: K and V lie in pages, of which this many rows are loaded together; None: they lie in rows.
+        box_rows: K and V lie in pages; this many of a page's rows are loaded together; None: they lie in rows.
         has_descales: each head of a sequence in an e4m3 cache has descales.
         """
         config.check(problem)
@@ -124,7 +124,7 @@ class ForwardSm90:
         self.is_fp8 = problem.quantization is not None
         self.transposes_v = config.transposes_v
         self.loads_keys_last = self.is_fp8 and not self.transposes_v
-        # float32 comes as two float16 halves side by side, see memory_bound/float32_halves.py
+        # float32 comes as two adjacent float16 halves, see memory_bound/float32_halves.py
         self.num_halves = 2 if problem.dtype == torch.float32 else 1
         self.is_scaled = self.is_fp8 or self.num_halves > 1
         self.converts, self.has_descales = problem.has_e4m3_cache, has_descales
@@ -147,14 +147,14 @@ class ForwardSm90:
         self.has_intervals = problem.has_intervals
         mask = Mask() if self.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
-        # the sides on which blocks of keys are cut, beside the end of a sequence
+        # the sides on which blocks of keys are cut, besides the end of a sequence
         self.cut_sides = (True, True) if self.has_intervals else self.has_window
         self.longest_first = config.longest_first and (self.has_window == (False, True) or self.has_intervals)
         self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not reads_cache
         self.hides_pairs = problem.hides_pairs
         self.modifier_fields = modifier_fields(problem)
         self.needs_sequence = self.is_scaled or problem.has_modifiers
-        # where single tokens stand beside prompts in chunks, most warpgroups have no row in many tiles
+        # where single tokens stand next to prompts in chunks, most warpgroups have no row in many tiles
         self.skips_unused = self.is_packed and reads_cache and config.num_warpgroups > 1
         # rows of a document may begin inside a tile, and see none of the keys of those before
         self.skips_first = self.has_intervals and config.warp_specialized and not self.skips_unused

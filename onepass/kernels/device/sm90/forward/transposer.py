@@ -1,11 +1,11 @@
-"""Two warps beside the producer transpose V of e4m3, from the rows that TMA brings to what the tensor cores read.
+"""Two warps of the producer's warpgroup transpose V of e4m3, from the rows of TMA to what the tensor cores read.
 
     raw V   (tile_n, head_dim_v), a row for each key       full: TMA bytes          empty: these warps
     V       (head_dim_v, tile_n), a row for each column    full: these warps        empty: all consumer warps
 
 `ldmatrix` with .trans takes keys 2q, 2q + 1 of columns 2c, 2c + 1 to lane 4c + q, as one word of pairs of bytes: two of
 them, of keys 0 to 7 and 8 to 15, hold the four keys that `fp8.keys_last` puts together, of two columns. Two byte
-permutations separate the columns, and `stmatrix` puts the words of a quad side by side: 16 keys of a column.
+permutations separate the columns, and `stmatrix` puts the words of a quad together: 16 keys of a column.
 
 Rows of 128 bytes, swizzled, have their bank from row % 8 (of 64 and 32 bytes from more bits of the row): even columns
 alone would meet in half of the banks. So the lower lanes store their even column with the odd one of the upper lanes,
