@@ -45,6 +45,9 @@ CASES = [
     # tiles of keys that no query sees, and queries that see no key
     case(size(1500, 300), size(1500, 300), heads=(8, 4), head_dim=128, window=(-100, 700)),
     case(size(1500, 300), size(1500, 300), heads=(8, 4), head_dim=64, window=(700, -100)),
+    # tiles in rings, and an ascending end
+    case(size(1100, 200), size(1100, 200), batch=size(8, 2), heads=(3, 3), head_dim=128),
+    case(size(2040, 200), size(2040, 200), batch=size(3, 1), heads=(8, 8), head_dim=128, causal=True),
 ]
 GRAPH_CASES = [
     case(500, 600, heads=(4, 2), head_dim=128, sinks=True),
