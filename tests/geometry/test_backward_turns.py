@@ -230,6 +230,8 @@ def cost(seqlen, left, right, group, head_dim=128, num_ctas=132):
         is_ring = config.adds_in_rings(one)
         if is_ring:
             tiles = tiles_in_rings(case, heads, batch, section, tiles_in_ring(one, config, num_ctas), config.ring_lag)
+        elif config.has_ascending_end(one):
+            tiles = tiles_with_ascending_end(case, heads, batch, section)
         else:
             tiles = padded_tiles(case, heads, batch, section, in_turns=one.deterministic)
         steps.append(run(tiles, num_ctas, config.dynamic_tiles, one.deterministic, forwards=is_ring))
