@@ -276,8 +276,10 @@ class Control:
 _CONTROLS = weakref.WeakKeyDictionary()
 
 
-def alive(group: weakref.ref[Any]) -> Any:
-    """The process group. Raises: RuntimeError if it has been destroyed."""
+def alive(group: weakref.ref[Any] | None) -> Any:
+    """The process group; None for None. Raises: RuntimeError if it has been destroyed."""
+    if group is None:
+        return None
     found = group()
     if found is None:
         raise destroyed()

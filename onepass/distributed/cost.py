@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..geometry.integers import ceil_div
 from ..validation.scalars import check_int, check_real
 from .layout import Layout, most_keys, most_queries, visible_pairs
 from .schedule import AHEAD, Piece, Schedule, Step
 
-if TYPE_CHECKING:
-    from .plan import ContextPlan
-
-PICTURE_WIDTH = 64
 TILE_ROWS = 128  # queries, and in a backward keys, that one multiprocessor computes at a time
 LSE_BYTES = 4
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
@@ -387,44 +382,6 @@ def _pipelined(computing: Sequence[float], times: Sequence[tuple[float, ...]]) -
     return max(link, ready)
 
 
-# ---------------------------------------------------------------- words
-
-
-def report(plan: ContextPlan, hardware: Hardware) -> str:
-    """The text of `ContextPlan.describe`."""
-    schedule, found = plan.schedule, estimate(plan.schedule, plan.head_dim, hardware, keep_gathered=plan.keep_gathered)
-    mean = sum(found.pairs) / len(found.pairs) or 1.0
-    sequences = len(schedule.cu_seqlens) - 1
-    packed = f" in {sequences} packed sequences" if plan.is_packed else ""
-    engine = f"{plan.engine} ranks share heads" if isinstance(plan.engine, int) else f'engine "{plan.engine}"'
-    lines = [
-        f"{plan.num_tokens} tokens{packed} on {plan.num_ranks} ranks, {schedule.num_heads_q} query and "
-        f"{schedule.num_heads_kv} kv heads, {_mask_in_words(schedule)}",
-        f'{engine}, layout "{plan.layout_name}", {len(schedule.steps)} steps',
-        f"estimate: forward {found.forward_seconds * 1e3:.3g} ms, backward {found.backward_seconds * 1e3:.3g} ms, "
-        f"{found.computing_seconds / found.seconds:.0%} of it computing",
-        "",
-        "rank   tokens   work   received forward   backward",
-    ]
-    for rank in range(plan.num_ranks):
-        lines.append(
-            f"{rank:4d} {schedule.layout.count(rank):8d} {found.pairs[rank] / mean:6.3f} "
-            f"{found.forward_bytes[rank] / 2**20:14.1f} MiB {found.backward_bytes[rank] / 2**20:6.1f} MiB"
-        )
-    engines = ["engine   layout       steps   forward   backward   received   buffers"]
-    for candidate in plan.candidates(hardware):
-        costs = candidate.costs
-        received = max(sum(sizes) for sizes in zip(costs.forward_bytes, costs.backward_bytes, strict=True))
-        memory = buffer_bytes(candidate.schedule, plan.head_dim, hardware.itemsize, plan.keep_gathered)
-        engines.append(
-            f"{candidate.engine!s:8} {candidate.layout_name:10} {len(candidate.schedule.steps):7d} "
-            f"{costs.forward_seconds * 1e3:6.3g} ms {costs.backward_seconds * 1e3:7.3g} ms "
-            f"{received / 2**20:6.0f} MiB {memory / 2**20:5.0f} MiB"
-            + ("   chosen" if candidate.engine == plan.engine else "")
-        )
-    return "\n".join([*lines, "", *engines, "", "tokens by rank:", picture(schedule.layout)])
-
-
 def buffer_bytes(schedule: Schedule, head_dim: int, itemsize: int, keep_gathered: bool = False) -> int:
     """The most bytes of received q, k and v that a rank has at one time in a forward.
 
@@ -442,22 +399,3 @@ def buffer_bytes(schedule: Schedule, head_dim: int, itemsize: int, keep_gathered
         sums = [sum(sizes)] if keep_gathered else [sum(sizes[i : i + AHEAD + 1]) for i in range(len(sizes))]
         most = max(most, *sums, 0)
     return most
-
-
-def _mask_in_words(schedule: Schedule) -> str:
-    mask = schedule.mask
-    if mask.is_full:
-        return "no mask"
-    return (
-        "causal"
-        if (mask.window_left, mask.window_right) == (None, 0)
-        else (f"window ({mask.window_left}, {mask.window_right})")
-    )
-
-
-def picture(layout: Layout) -> str:
-    """Equal shares of the tokens, a character for each: the rank that owns the first token of the share."""
-    total = layout.owners[-1].stop
-    width = min(PICTURE_WIDTH, total)
-    ranks = (layout.owned(total * i // width, total * i // width + 1)[0].rank for i in range(width))
-    return "".join(DIGITS[rank % len(DIGITS)] for rank in ranks)
