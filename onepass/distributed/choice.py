@@ -15,6 +15,7 @@ from ..validation.scalars import check_int
 from .cost import Estimate, Hardware, estimate
 from .layouts import LAYOUTS, LayoutName, make_layout
 from .schedule import Schedule, Step, make_steps, with_short_ends
+from .traffic import SharedRows
 
 Engine = Literal["heads", "keys"] | int
 CHUNKS = (16, 8, 4, 2, 1)  # from which `plan` chooses
@@ -82,8 +83,8 @@ class Wanted(NamedTuple):
 
     def candidate(self, width: int) -> Candidate:
         """The schedule in which `width` ranks share queries."""
-        rows: dict = {}
-        found = [self._candidate(width, steps, rows) for steps in self._ways_to_cut(width)]
+        shared: SharedRows = {}
+        found = [self._candidate(width, steps, shared) for steps in self._ways_to_cut(width)]
         found.sort(key=lambda candidate: max(step.width * step.heads for step in candidate.schedule.steps))
         fastest = min(map(self.seconds, found))
         return next(candidate for candidate in found if self.seconds(candidate) <= AS_FAST * fastest)
@@ -105,12 +106,12 @@ class Wanted(NamedTuple):
         """The time by which candidates are compared."""
         return candidate.costs.seconds if self.training else candidate.costs.forward_seconds
 
-    def _candidate(self, width: int, steps: tuple[Step, ...], rows: dict) -> Candidate:
+    def _candidate(self, width: int, steps: tuple[Step, ...], shared: SharedRows) -> Candidate:
         name = self.layout or _best_layout(steps, self.num_ranks, self.is_packed, self.mask)
         layout = make_layout(name, self.num_ranks, self.cu_seqlens, self.mask)
         schedule = Schedule(layout, self.cu_seqlens, self.mask, self.num_heads_q, self.num_heads_kv, steps)
         engine: Engine = "heads" if width == self.num_ranks else "keys" if width == 1 else width
-        costs = estimate(schedule, self.head_dim, self.hardware, keep_gathered=self.keep_gathered, rows=rows)
+        costs = estimate(schedule, self.head_dim, self.hardware, keep_gathered=self.keep_gathered, shared=shared)
         return Candidate(engine, name, schedule, self.chunks or len(steps), costs)
 
 

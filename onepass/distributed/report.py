@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .choice import Candidate, Engine, Wanted
-from .cost import buffer_bytes
 from .layout import Layout
 from .schedule import Schedule
+from .traffic import buffer_bytes
 
 PICTURE_WIDTH = 64
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
