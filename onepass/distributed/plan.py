@@ -51,12 +51,12 @@ class ContextPlan:
     engine: Engine
     head_dim: int
     chunks: int
-    keep_gathered: bool = False
-    hardware: Hardware = field(default_factory=Hardware)
-    timeout: float = 60.0
-    transport: Transport = "messages"
-    control: agreement.Control | None = None
-    _wanted: Wanted | None = field(default=None, repr=False)
+    keep_gathered: bool
+    hardware: Hardware
+    timeout: float
+    transport: Transport
+    control: agreement.Control | None
+    _wanted: Wanted = field(repr=False)
     _kept: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -207,7 +207,6 @@ class ContextPlan:
 
         The plan's own engine is listed as it was planned, whatever the hardware. Args: hardware: None = the plan's own.
         """
-        assert self._wanted is not None
         wanted = self._wanted._replace(hardware=hardware or self.hardware)
         found = [wanted.candidate(width) for width in widths_of(None, self.num_ranks)]
         costs = estimate(self.schedule, self.head_dim, wanted.hardware, keep_gathered=self.keep_gathered)
@@ -220,7 +219,6 @@ class ContextPlan:
         Args:
             hardware: None = the plan's own.
         """
-        assert self._wanted is not None
         wanted = self._wanted._replace(hardware=hardware or self.hardware)
         return report(wanted, self.candidates(hardware), self.engine)
 
