@@ -136,16 +136,12 @@ def _step_cost(
         for calls, (heads, kv_heads) in zip(traffic.rows(step).calls, traffic.heads(step), strict=True)
     )
     copying = max(size.copied for size in sizes) * batch / hardware.copying if len(sizes) > 1 else 0.0
-    return StepCost(
-        [(size.before + size.after) * batch for size in sizes],
-        (
-            _message_seconds(max(size.before for size in sizes) * batch, hardware),
-            _message_seconds(max(size.after for size in sizes) * batch, hardware),
-        ),
-        computing,
-        computing + copying,
-        (hardware.backward_step if is_backward else hardware.step) * (hardware.queries if step.width > 1 else 1.0),
-    )
+    received = [(size.before + size.after) * batch for size in sizes]
+    before = _message_seconds(max(size.before for size in sizes) * batch, hardware)
+    after = _message_seconds(max(size.after for size in sizes) * batch, hardware)
+    host = hardware.backward_step if is_backward else hardware.step
+    least = host * (hardware.queries if step.width > 1 else 1.0)
+    return StepCost(received, (before, after), computing, computing + copying, least)
 
 
 def _call_seconds(call: Work, heads: int, kv_heads: int, head_dim: int, hardware: Hardware, is_backward: bool) -> float:

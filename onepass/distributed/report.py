@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..problem import Mask
 from .choice import Candidate, Engine, Wanted
 from .layout import Layout
-from .schedule import Schedule
 from .traffic import buffer_bytes
 
 PICTURE_WIDTH = 64
@@ -23,7 +23,7 @@ def report(wanted: Wanted, candidates: Sequence[Candidate], chosen: Engine) -> s
     engine = f"{chosen} ranks share heads" if isinstance(chosen, int) else f'engine "{chosen}"'
     lines = [
         f"{schedule.cu_seqlens[-1]} tokens{packed} on {wanted.num_ranks} ranks, {schedule.num_heads_q} query and "
-        f"{schedule.num_heads_kv} kv heads, {_mask_in_words(schedule)}",
+        f"{schedule.num_heads_kv} kv heads, {_mask_in_words(schedule.mask)}",
         f'{engine}, layout "{plan.layout_name}", {len(schedule.steps)} steps',
         f"estimate: forward {found.forward_seconds * 1e3:.3g} ms, backward {found.backward_seconds * 1e3:.3g} ms, "
         f"{found.computing_seconds / found.seconds:.0%} of it computing",
@@ -49,15 +49,11 @@ def report(wanted: Wanted, candidates: Sequence[Candidate], chosen: Engine) -> s
     return "\n".join([*lines, "", *engines, "", "tokens by rank:", picture(schedule.layout)])
 
 
-def _mask_in_words(schedule: Schedule) -> str:
-    mask = schedule.mask
+def _mask_in_words(mask: Mask) -> str:
     if mask.is_full:
         return "no mask"
-    return (
-        "causal"
-        if (mask.window_left, mask.window_right) == (None, 0)
-        else (f"window ({mask.window_left}, {mask.window_right})")
-    )
+    is_causal = (mask.window_left, mask.window_right) == (None, 0)
+    return "causal" if is_causal else f"window ({mask.window_left}, {mask.window_right})"
 
 
 def picture(layout: Layout) -> str:
