@@ -16,8 +16,8 @@ from .dispatch.choice import use_backend
 from .errors import UnsupportedError
 from .kernels.compiler.pool import CompiledKernel
 from .kernels.config import ForwardConfigSm80, ForwardConfigSm90
-from .ops.quantize import QuantizedQKV
 from .tuning import TuningResult, tune
+from .validation.fp8 import QuantizedQKV
 
 ForwardConfig = ForwardConfigSm90  # its name before Ampere had one
 

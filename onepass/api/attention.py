@@ -14,12 +14,12 @@ from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90
 from ..namespace import OPERATORS
 from ..ops import attention as ops
 from ..ops import modified, quantize
-from ..ops.quantize import QuantizedQKV
 from ..problem import AttentionInputs, ModifiedInputs, Modifiers, QuantizedInputs
 from ..quantization import centering
 from ..validation import fp8
 from ..validation import modifiers as modifier_checks
 from ..validation.attention import check_attention, check_attention_varlen
+from ..validation.fp8 import QuantizedQKV
 from ..validation.tensors import check_max_seqlens
 from . import fast_path, keywords
 

@@ -17,11 +17,11 @@ from ..kernels.compiler import pool
 from ..kernels.compiler.pool import CompiledKernel, Job
 from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90, LaunchConfig
 from ..ops import quantize
-from ..ops.quantize import QuantizedQKV
 from ..problem import AttentionProblem
 from ..problem.decode import DecodeInputs, DecodeProblem
 from ..validation import fp8, modifiers
 from ..validation.attention import check_attention, check_attention_varlen, check_call
+from ..validation.fp8 import QuantizedQKV
 from ..validation.scalars import check_flag, check_int
 from ..validation.tensors import tensor_of_shape
 from . import decode_calls, keywords

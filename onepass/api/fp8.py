@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.quantize import QuantizedQKV, kernel_for, quantize
+from ..ops.quantize import kernel_for, quantize
 from ..problem import AttentionInputs
 from ..quantization.codec import GRANULARITIES, Granularity
 from ..validation import fp8
+from ..validation.fp8 import QuantizedQKV
 from ..validation.lost_gradients import refuse_lost_gradients
 from ..validation.scalars import check_flag, check_int
 from ..validation.tensors import check_one_of

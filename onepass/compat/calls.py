@@ -9,9 +9,9 @@ from torch import Tensor
 from ..api import attention as api
 from ..api import steps
 from ..errors import REFUSALS, renamed
-from ..ops.quantize import QuantizedQKV
 from ..quantization.codec import E4M3
 from ..validation import tensors
+from ..validation.fp8 import QuantizedQKV
 from ..validation.scalars import check_flag
 from . import conventions
 from .gradients import Buffers, check_buffers, check_results, gradients, into_buffers

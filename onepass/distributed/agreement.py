@@ -23,7 +23,6 @@ DIGEST_DIGITS = 12
 GONE = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout", "aborted")
 COMPLETE = "complete"
 
-_CONTROLS: weakref.WeakKeyDictionary[Any, Control]
 _GENERATIONS: Counter[str] = Counter()
 
 
@@ -215,8 +214,8 @@ class Control:
         digests = store.multi_get([self._key(rank) for rank in range(self.num_ranks)])
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
-                calls = (Call.read(store.get(self._key(f"{r}/call"))) for r in (0, rank))
-                return difference(0, next(calls), rank, next(calls))
+                first, other = (Call.read(store.get(self._key(f"{r}/call"))) for r in (0, rank))
+                return difference(first, rank, other)
         return None
 
     def _absence(self, store: dist.Store, call: Call, timeout: float) -> str:
@@ -273,11 +272,13 @@ class Control:
             raise destroyed() from None
 
 
-_CONTROLS = weakref.WeakKeyDictionary()
+_CONTROLS: weakref.WeakKeyDictionary[Any, Control] = weakref.WeakKeyDictionary()
 
 
-def alive(group: weakref.ref[Any]) -> Any:
-    """The process group. Raises: RuntimeError if it has been destroyed."""
+def alive(group: weakref.ref[Any] | None) -> Any:
+    """The process group; None for None. Raises: RuntimeError if it has been destroyed."""
+    if group is None:
+        return None
     found = group()
     if found is None:
         raise destroyed()
@@ -302,18 +303,16 @@ def in_words(what: str) -> Iterator[None]:
         raise RuntimeError(f"onepass.distributed: expected {what}, but {found} ({first})") from error
 
 
-def difference(rank: int, call: Call, other_rank: int, other: Call) -> str:
-    """How the calls of two ranks differ."""
-    if other.function != call.function:
-        return (
-            f"expected all ranks to make one call, but rank {rank} calls {call.function} and rank {other_rank} "
-            f"{other.function}"
-        )
-    for name in {**call.words, **other.words}:
-        mine, its = call.words.get(name), other.words.get(name)
-        if mine != its:
-            return f"expected the same {name} on all ranks, but rank {rank} has {mine} and rank {other_rank} has {its}"
-    return f"expected the same arguments on all ranks, but those of ranks {rank} and {other_rank} differ"
+def difference(first: Call, rank: int, other: Call) -> str:
+    """How the call of a rank differs from that of rank 0."""
+    if other.function != first.function:
+        functions = f"rank 0 calls {first.function} and rank {rank} {other.function}"
+        return f"expected all ranks to make one call, but {functions}"
+    for name in {**first.words, **other.words}:
+        given = first.words.get(name), other.words.get(name)
+        if given[0] != given[1]:
+            return f"expected the same {name} on all ranks, but rank 0 has {given[0]} and rank {rank} has {given[1]}"
+    return f"expected the same arguments on all ranks, but those of ranks 0 and {rank} differ"
 
 
 def _short(value: Any) -> str:

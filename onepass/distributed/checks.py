@@ -13,8 +13,8 @@ from ..validation import fp8
 from ..validation import modifiers as modifier_checks
 from ..validation.attention import check_attention, check_attention_varlen
 from .agreement import needs_gradient, signature
+from .exchange import to_device
 from .local import Options, Terms
-from .packed import to_device
 from .plan import ContextPlan
 
 

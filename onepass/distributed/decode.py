@@ -31,8 +31,7 @@ from ..validation.scalars import check_flag
 from ..validation.tensors import check_int32
 from .agreement import signature
 from .checks import check_device
-from .exchange import gather
-from .packed import to_device
+from .exchange import gather, to_device
 from .plan import ContextPlan
 
 

@@ -132,6 +132,11 @@ def words(t: Tensor) -> Tensor:
     return next((t.view(wide) for wide in WIDE if _fits(t, wide)), t)
 
 
+def to_device(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor that was made on the CPU, on a device, without waiting for the device."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+
+
 def copy(target: Tensor, source: Tensor) -> None:
     """Copy the bytes of a tensor. The dtypes may be words of different sizes."""
     target, source = alike(target, source)

@@ -15,9 +15,9 @@ from ..ops import attention as ops
 from ..ops.autocast import without_autocast
 from ..ops.quantize import quantized_problem
 from ..problem import AttentionInputs, AttentionProblem, Inputs, Mask, ModifiedInputs, Modifiers
-from .exchange import copy, words
+from .exchange import copy, to_device, words
 from .layout import Run, visible_keys
-from .packed import PackedTables, make_tables, to_device
+from .packed import PackedTables, make_tables
 from .plan import ContextPlan
 from .schedule import Step
 

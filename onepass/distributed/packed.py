@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .exchange import to_device
+from .plan import ContextPlan
 from .schedule import Step
-
-if TYPE_CHECKING:
-    from .plan import ContextPlan
 
 
 class PackedTables(NamedTuple):
@@ -38,11 +37,6 @@ class PackedTables(NamedTuple):
     positions: Tensor
     are_aligned: bool
     is_whole: bool
-
-
-def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor that was made on the CPU, on a device, without waiting for the device."""
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 def make_tables(plan: ContextPlan, step: Step, device: torch.device) -> PackedTables:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .exchange import alike, copy
-from .packed import to_device
+from .exchange import alike, copy, to_device
 from .schedule import Piece
 
 FEW_PIECES = 8  # so many pieces between two ranks are copied one by one

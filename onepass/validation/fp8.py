@@ -1,13 +1,15 @@
-"""Checks of FP8 calls: tensors to be quantized, and quantized tensors with their descales."""
+"""Checks of FP8 calls: tensors to be quantized, and `QuantizedQKV`, which checks its tensors and descales."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..problem import V_KEYS, AttentionProblem, QuantizedInputs
+from ..problem import V_KEYS, AttentionProblem, Descales, Quantization, QuantizedInputs
+from ..quantization.dequantize import dequantized_tensors
 from .attention import checked_options
 from .lost_gradients import refuse_lost_gradients
 from .scalars import check_block, check_flag
@@ -29,10 +31,84 @@ from .tensors import (
     short_name,
 )
 
-if TYPE_CHECKING:
-    from ..ops.quantize import QuantizedQKV
-
 PRECISIONS = ("fp8",)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedQKV:
+    """Q, K and V in e4m3 with their descales, instead of q, k and v of a call: real value = stored value * descale.
+
+        onepass.attention(onepass.quantize_fp8(q, k, v), causal=True)
+
+    `quantize_fp8` returns one; tensors that were quantized by other code need only q, k, v and their descales. In
+    shapes, seqlen is seqlen_q or seqlen_k and num_heads is num_heads_q or num_heads_kv.
+
+    Attributes:
+        q, k, v: float8_e4m3fn, shapes as for `attention`, or as for `attention_varlen`. With v_keys_last, v has the
+            layout that `keys_last` returns.
+        q_descale, k_descale, v_descale: float32, on q's device, finite and above 0 (values are not checked; with others
+            the result is undefined). Each has one of these shapes:
+            (): one descale for the tensor;
+            (batch, num_heads): one for each head of each batch entry or packed sequence;
+            (batch, num_heads, ceil(seqlen / block)): one for each block of rows of each head; for packed sequences
+                (num_heads, total // block + batch), where the blocks of sequence b start at cu_seqlens[b] // block + b
+                (packed sequences with a block cannot have one descale per head).
+        q_block, kv_block: rows of a block of q, and of k and v; None: none of their descales is by blocks.
+        dtype: dtype of out: float32, bfloat16 or float16.
+        score_shift: (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q) float32: how much subtracting from K
+            lowered every q.k of a row, before softmax_scale. It is added to lse again. None: K is unchanged.
+        v_mean: (batch, num_heads_kv, head_dim_v) float32: the vector that was subtracted from V, for each batch entry
+            or packed sequence. It is added to out again. None: V is unchanged.
+        rotation: seed of the rotation of q and k; None: they are not rotated. For information only: scores do not
+            depend on it.
+        v_keys_last: v has its keys contiguous and in the order in which tensor cores take them, see `keys_last`. The
+            Hopper kernel reads this layout without preparation. Other backends undo it; results are the same.
+
+    Raises: TypeError or ValueError with what was expected and given.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_descale: Tensor
+    k_descale: Tensor
+    v_descale: Tensor
+    q_block: int | None = None
+    kv_block: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    score_shift: Tensor | None = None
+    v_mean: Tensor | None = None
+    rotation: int | None = None
+    v_keys_last: bool = False
+
+    def __post_init__(self) -> None:
+        check_quantized(self)
+        for name in ("q_block", "kv_block"):
+            if type(getattr(self, name)) not in (int, type(None)):
+                object.__setattr__(self, name, int(getattr(self, name)))  # an integer of numpy
+        if type(self.v_keys_last) is not bool:
+            object.__setattr__(self, "v_keys_last", bool(self.v_keys_last))
+
+    @property
+    def quantization(self) -> Quantization:
+        return Quantization(self.dtype, self.q_block, self.kv_block, self.v_keys_last)
+
+    @property
+    def descales(self) -> Descales:
+        return Descales(self.q_descale, self.k_descale, self.v_descale)
+
+    def dequantize(
+        self, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v in float32 as attention computes with them: rotated, and with means still subtracted.
+
+        Args:
+            cu_seqlens_q, cu_seqlens_k: offsets of packed sequences, as for `quantize_fp8`.
+        Raises: TypeError or ValueError with what was expected and given.
+        """
+        check_dequantize(self, cu_seqlens_q, cu_seqlens_k)
+        tensors = self.q, self.k, self.v
+        return dequantized_tensors(self.quantization, *tensors, self.descales, cu_seqlens_q, cu_seqlens_k)
 
 
 def check_precision(precision: Any, q: torch.Tensor) -> None:

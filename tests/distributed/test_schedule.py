@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onepass import distributed
-from onepass.distributed import cost
+from onepass.distributed import cost, traffic
 from onepass.distributed.layout import Run, most_keys, most_queries, visible_keys, visible_pairs
 from onepass.distributed.layouts import LAYOUTS, make_layout
 from onepass.distributed.packed import make_tables
@@ -310,14 +310,14 @@ def test_a_plan_without_training_is_the_fastest_forward():
 def test_bytes_that_are_copied():
     """Two ranks of 4 tokens and a head each: a rank sends, receives and keeps 4 rows of each tensor."""
     plan = distributed.plan(8, num_ranks=2, num_heads_q=2, num_heads_kv=2, engine="heads", chunks=1)
-    traffic = cost._Traffic(plan.schedule, head_dim=1, itemsize=1)
+    found = traffic.Traffic(plan.schedule, head_dim=1, itemsize=1)
     (step,) = plan.schedule.steps
     assert not plan.schedule.sums_keys()
     assert distributed.plan(8, num_ranks=2, num_heads_q=2, num_heads_kv=1, engine="heads").schedule.sums_keys()
     # rows of q, k and v go into messages, and those that came or stayed into buffers; out goes the same ways back
-    assert traffic.copied_forward(step, 0) == 3 * 12 + 12
+    assert found.forward(step)[0].copied == 3 * 12 + 12
     # q, k, v and the gradient of out are copied like this; dq, dk and dv go back; out is read for 4 rows of two heads
-    assert traffic.copied_backward(step, 0) == 4 * 12 + 3 * 12 + 8
+    assert found.backward(step)[0].copied == 4 * 12 + 3 * 12 + 8
     slow = distributed.Hardware(copying=48 / 100.0, latency=0.0, step=0.0, backward_step=0.0)
     assert cost.estimate(plan.schedule, 1, slow, batch=1).forward_seconds > 100
 
@@ -328,9 +328,9 @@ def test_results_and_keys_that_are_not_copied():
 
     def copied(tokens, chunks):
         schedule = distributed.plan(tokens, chunks=chunks, **sizes).schedule
-        traffic = cost._Traffic(schedule, head_dim=1, itemsize=1)
+        found = traffic.Traffic(schedule, head_dim=1, itemsize=1)
         return [
-            sum(copy(step, 0) for step in schedule.steps) for copy in (traffic.copied_forward, traffic.copied_backward)
+            sum(bytes_of(step)[0].copied for step in schedule.steps) for bytes_of in (found.forward, found.backward)
         ]
 
     rows = 2 * 4  # of two heads
@@ -479,7 +479,7 @@ def test_buffers():
     """The buffers of three steps are there at a time: each has all keys of two kv heads, since there is no mask."""
     plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, engine="keys", chunks=4)
     assert [step.heads for step in plan.schedule.steps] == [2, 2, 2, 2]
-    assert cost.buffer_bytes(plan.schedule, 16, 2) == 3 * (2 * 1000 * 2 * 16 * 2)
-    assert cost.buffer_bytes(plan.schedule, 16, 2, keep_gathered=True) == 4 * (2 * 1000 * 2 * 16 * 2)
+    assert traffic.buffer_bytes(plan.schedule, 16, 2) == 3 * (2 * 1000 * 2 * 16 * 2)
+    assert traffic.buffer_bytes(plan.schedule, 16, 2, keep_gathered=True) == 4 * (2 * 1000 * 2 * 16 * 2)
     plan = distributed.plan(1000, num_ranks=4, num_heads_q=8, num_heads_kv=8, engine="heads", chunks=4)
-    assert cost.buffer_bytes(plan.schedule, 16, 2) == 2 * (3 * 1000 * 16 * 2)
+    assert traffic.buffer_bytes(plan.schedule, 16, 2) == 2 * (3 * 1000 * 16 * 2)

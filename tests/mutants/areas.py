@@ -356,7 +356,7 @@ AREAS = (
             ),
             Group(("onepass/distributed/agreement.py",), ("tests/distributed/test_disagreements.py",)),
             Group(
-                ("onepass/distributed/cost.py",),
+                ("onepass/distributed/cost.py", "onepass/distributed/traffic.py"),
                 ("tests/distributed/test_schedule.py", "tests/distributed/test_ranks.py"),
             ),
             Group(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from graphlib import TopologicalSorter
 
+import grimp
 import pytest
 
 from benchmarks import code_metrics
@@ -84,3 +86,9 @@ def test_packages_that_are_not_found(tmp_path):
     (tmp_path / "pyproject.toml").write_text("")
     with pytest.raises(ValueError, match="expected a list of packages"):
         code_metrics.wheel_packages(tmp_path)
+
+
+def test_imports_make_no_circle():
+    """Imports inside functions and for types alone count, too. The error names the files of a circle."""
+    graph = grimp.build_graph("onepass", "benchmarks", cache_dir=None)
+    TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
