@@ -381,8 +381,8 @@ AREAS = (
                 ("onepass/compat/sdpa.py", "onepass/compat/masks.py"),
                 ("tests/compat/test_sdpa.py", "tests/integrations/test_torch_sdpa.py"),
             ),
-            Group(("onepass/compat/bert_padding.py",), ("tests/compat/test_bert_padding.py",)),
-            Group(("onepass/compat/rotary.py",), ("tests/compat/test_rotary.py", *FLASH_ATTN[:2])),
+            Group(("onepass/compat/upstream/bert_padding.py",), ("tests/compat/test_bert_padding.py",)),
+            Group(("onepass/compat/upstream/rotary.py",), ("tests/compat/test_rotary.py", *FLASH_ATTN[:2])),
             Group(
                 ("onepass/compat/installation.py", "onepass/compat/__main__.py"), ("tests/compat/test_installation.py",)
             ),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..validation.tensors import check_tensor, shape_of
+from ...validation.tensors import check_tensor, shape_of
 
 __all__ = [
     "IndexFirstAxis",

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kvcache import flash_attn_with_kvcache
-from .private import (
+from ..flash_attn.kvcache import flash_attn_with_kvcache
+from .flash_attn import (
     _flash_attn_backward,
     _flash_attn_forward,
     _flash_attn_varlen_backward,

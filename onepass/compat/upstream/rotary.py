@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
-from ..tiled.cache import rotate
-from ..validation.scalars import check_flag, is_integer
-from ..validation.tensors import check_tensor, shape_of
-from .cache_update import is_on_host, rows_of_sequences
+from ...errors import UnsupportedError
+from ...tiled.cache import rotate
+from ...validation.scalars import check_flag, is_integer
+from ...validation.tensors import check_tensor, shape_of
+from ..cache_update import is_on_host, rows_of_sequences
 
 __all__ = [
     "ApplyRotaryEmb",
