@@ -42,10 +42,9 @@ def _options(
     softmax_scale: Any, causal: Any, left: Any, right: Any, softcap: Any, deterministic: Any = None
 ) -> dict[str, Any]:
     """The options of `onepass.attention`."""
-    return {
-        **conventions.options_of(softmax_scale, causal, conventions.pair_of_sides(left, right), softcap),
-        "deterministic": check_flag("deterministic", deterministic, allow_none=True) or None,
-    }
+    options = conventions.options_of(softmax_scale, causal, conventions.pair_of_sides(left, right), softcap)
+    options["deterministic"] = check_flag("deterministic", deterministic, allow_none=True) or None
+    return options
 
 
 def _checked_dropout(dropout_p: Any, return_softmax: Any) -> tuple[float, bool]:
