@@ -1,4 +1,4 @@
-"""Calls of flash-attn 3 and 4 without a cache, forward and backward: sequences may be cut in any way."""
+"""Calls of flash-attn 3 and 4 without a cache: sequences may be cut in any way."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from ..api import attention as api
-from ..api import steps
 from ..errors import REFUSALS, renamed
 from ..quantization.codec import E4M3
 from ..validation import tensors
 from ..validation.fp8 import QuantizedQKV
 from ..validation.scalars import check_flag
 from . import conventions
-from .gradients import Buffers, check_buffers, check_results, gradients, into_buffers
 from .quantization import NAMES as DESCALES
 from .quantization import check_descales, dequantized_queries, filled_descales, times_descale
 from .sequences import Arranged, Lengths
@@ -85,33 +83,3 @@ def _attend_e4m3(
     q = dequantized_queries(q, given, group, cu_seqlens_q)
     out, lse = function(q, k.to(q.dtype), v.to(q.dtype), **settings | {"return_lse": True}, **modifiers)
     return times_descale(out, given[2], group, cu_seqlens_q), lse if settings["return_lse"] else None
-
-
-def backward(
-    dout: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    buffers: Buffers,
-    lengths: Lengths,
-    options: dict[str, Any],
-    dlse: Tensor | None = None,
-    lse_name: str = "softmax_lse",
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """dq, dk and dv in the shapes of q, k and v, and dsinks (of size 0 without sinks).
-
-    Args:
-        buffers: for each of dq, dk and dv the tensor that it is copied into and that is then returned, or None.
-        options: options of `onepass.attention`. lse_name: the name of the argument lse, for messages.
-    """
-    q, k, v, dout, out, lse, dlse = conventions.detached(*inputs, dout, out, lse, dlse)
-    try:
-        call = Arranged(q, k, v, lengths)
-        prepared = steps.prepare(*call.tensors, **call.options, **options)
-    except REFUSALS as error:
-        raise renamed(error, NAMES) from None
-    check_results(q, v, dout, out, {lse_name: lse, "dlse": dlse})
-    check_buffers((q, k, v), buffers)
-    dlse = None if dlse is None else call.stats(dlse)
-    *found, dsinks = gradients(prepared, call.rows(dout), call.rows(out), call.stats(lse), dlse)
-    return into_buffers(tuple(found), (q, k, v), buffers), dsinks

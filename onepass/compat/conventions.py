@@ -12,6 +12,7 @@ from ..validation import tensors
 from ..validation.scalars import LARGEST_BLOCK, check_flag, check_int, is_real
 
 Window = tuple[int | None, int | None]
+QV = "onepass does not add the scores of qv and v"
 
 
 def pair_of(window_size: Any) -> Window:
@@ -59,6 +60,18 @@ def opened(window: Window) -> Window:
 def softcap_of(softcap: Any) -> Any:
     """The softcap for `onepass.attention`: 0 and negative numbers mean that there is none."""
     return None if softcap is None or (is_real(softcap) and softcap <= 0) else softcap
+
+
+def options_of(
+    softmax_scale: Any, causal: Any, window: Window, softcap: Any, causal_name: str = "causal"
+) -> dict[str, Any]:
+    """The scale and the mask as arguments of `onepass.attention`. Args: window: its negative sides are unbounded."""
+    return {
+        "softmax_scale": softmax_scale,
+        "causal": check_flag(causal_name, causal),
+        "window": opened(window),
+        "softcap": softcap_of(softcap),
+    }
 
 
 def unpack(name: str, packed: Any, count: int, rank: int) -> tuple[Tensor, ...]:

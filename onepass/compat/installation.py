@@ -13,9 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from .flash_attn_3.operators import define_operators
+from . import flash_attn, flash_attn_3, flash_attn_4
+from .upstream import bert_padding, operators, rotary
 
 # versions of the libraries whose functions `onepass.compat` has
 VERSIONS = {"flash_attn": "2.8.3", "flash_attn_3": "3.0.0", "flash-attn-4": "4.0.0b36"}
@@ -24,17 +23,10 @@ _TOP_LEVEL = {
     "flash_attn_3": ("flash_attn_3", "flash_attn_interface"),
     "flash-attn-4": ("flash_attn",),
 }
-_OPERATORS = (
-    "_flash_attn_forward",
-    "_flash_attn_backward",
-    "_flash_attn_varlen_forward",
-    "_flash_attn_varlen_backward",
-)
 
 
 def _contents() -> dict[str, dict[str, Any]]:
     """Names of modules, parents before children, and what they hold."""
-    from . import bert_padding, flash_attn, flash_attn_3, flash_attn_4, rotary
 
     def names(module: ModuleType) -> dict[str, Any]:
         return {name: getattr(module, name) for name in module.__all__}
@@ -143,8 +135,7 @@ class _Installed:
         sys.modules.update(self.finder.modules)
         sys.meta_path.insert(0, self.finder)
         _forget_answers()
-        interface = self.finder.modules["flash_attn.flash_attn_interface"]
-        self.libraries = [_define_operators(interface), define_operators()]
+        self.libraries = [operators.define_flash_attn(), operators.define_flash_attn_3()]
 
     def undo(self) -> None:
         if self.finder in sys.meta_path:
@@ -177,19 +168,6 @@ def _forget_answers() -> None:
 
 def _exists(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
-
-
-def _define_operators(interface: ModuleType) -> torch.library.Library | None:
-    """The operators `torch.ops.flash_attn`; None if another library has defined them."""
-    if any(hasattr(torch.ops.flash_attn, name) for name in _OPERATORS):
-        return None
-    library = torch.library.Library("flash_attn", "FRAGMENT")
-    for name in _OPERATORS:
-        function = getattr(interface, name)
-        mutated = ("dq", "dk", "dv") if name.endswith("backward") else ()
-        library.define(name + torch.library.infer_schema(function, mutates_args=mutated))
-        library.impl(name, function, "CompositeExplicitAutograd")
-    return library
 
 
 _installed: _Installed | None = None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onepass.compat.bert_padding import (
+from onepass.compat.upstream.bert_padding import (
     IndexFirstAxis,
     IndexPutFirstAxis,
     index_first_axis,

@@ -367,6 +367,16 @@ def test_functions_of_the_extension_module_pass_all_arguments_on(name, asked):
             extension(copies() | {"gen": torch.Generator()})
 
 
+@pytest.mark.parametrize("name", ["fwd", "varlen_bwd", "fwd_kvcache"])
+def test_functions_of_the_extension_module_refuse_missing_and_extra_arguments(name):
+    function = getattr(fa.flash_attn_gpu, name)
+    parameters = inspect.signature(function).parameters.values()
+    least = sum(p.default is p.empty for p in parameters)
+    for count in (least - 1, len(parameters) + 1):
+        with pytest.raises(TypeError, match=f"^{name}: expected {least} to {len(parameters)} arguments, got {count}$"):
+            function(*[None] * count)
+
+
 def test_other_names_of_the_module():
     assert fa._wrapped_flash_attn_forward is fa._flash_attn_forward
     assert fa._wrapped_flash_attn_varlen_backward is fa._flash_attn_varlen_backward

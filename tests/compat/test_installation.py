@@ -3,6 +3,7 @@
 Each test runs in a process of its own, whose sys.modules holds what the test put there.
 """
 
+import importlib
 import subprocess
 import sys
 
@@ -358,3 +359,12 @@ def test_run_refuses_bad_arguments(arguments):
     )
     with pytest.raises(SystemExit, match=f"^{expected}"):
         compat_main.main(list(arguments))
+
+
+@pytest.mark.parametrize("name", ["bert_padding", "rotary"])
+def test_old_names_of_modules(name):
+    sys.modules.pop(f"onepass.compat.{name}", None)
+    with pytest.warns(FutureWarning, match=f"onepass.compat.{name} is now onepass.compat.upstream.{name}"):
+        old = importlib.import_module(f"onepass.compat.{name}")
+    new = importlib.import_module(f"onepass.compat.upstream.{name}")
+    assert all(getattr(old, public) is getattr(new, public) for public in new.__all__)

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from onepass.compat.rotary import (
+from onepass.compat.upstream.rotary import (
     ApplyRotaryEmb,
     ApplyRotaryEmbKV_,
     ApplyRotaryEmbQKV_,

@@ -362,9 +362,10 @@ def test_packed_cudnn_operators(is_causal, dropout_p):
     assert_close([out, *gradients], expected)
 
 
-def test_quantized_operators():
-    q, k, v = (t.to(torch.float8_e4m3fn) for t in qkv())
-    descales = [torch.full((2, 4), x) for x in (0.5, 2.0, 0.25)]
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_quantized_operators(kv_heads):
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in qkv(kv_heads=kv_heads))
+    descales = [x * normal(2, kv_heads, seed=seed).exp() for seed, x in enumerate((0.5, 2.0, 0.25))]
     options = {"softmax_scale": 0.1} | dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
     expected = flash_attn_func(*(heads_second(t) for t in (q, k, v)), causal=True, **options)
     expected = expected[0] if isinstance(expected, tuple) else expected
@@ -393,6 +394,9 @@ def test_quantized_operators():
         window_size_left=9,
     )[0]
     torch.testing.assert_close(found[:37], dense[0])
+    ones = [torch.ones(2, kv_heads)] * 3
+    expected = operators.sdpa_flash_quantized(q, k, v, *ones, 0.0, True)[:2]
+    assert all(map(torch.equal, operators.sdpa_flash_quantized(q, k, v, None, None, None, 0.0, True)[:2], expected))
 
 
 def refusals():

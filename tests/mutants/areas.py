@@ -381,8 +381,8 @@ AREAS = (
                 ("onepass/compat/sdpa.py", "onepass/compat/masks.py"),
                 ("tests/compat/test_sdpa.py", "tests/integrations/test_torch_sdpa.py"),
             ),
-            Group(("onepass/compat/bert_padding.py",), ("tests/compat/test_bert_padding.py",)),
-            Group(("onepass/compat/rotary.py",), ("tests/compat/test_rotary.py", *FLASH_ATTN[:2])),
+            Group(("onepass/compat/upstream/bert_padding.py",), ("tests/compat/test_bert_padding.py",)),
+            Group(("onepass/compat/upstream/rotary.py",), ("tests/compat/test_rotary.py", *FLASH_ATTN[:2])),
             Group(
                 ("onepass/compat/installation.py", "onepass/compat/__main__.py"), ("tests/compat/test_installation.py",)
             ),
@@ -453,6 +453,8 @@ OUT_OF_REACH = {
     "onepass/*__init__.py": "nothing to change",
     "onepass/fp8.py": "import paths",
     "onepass/decode.py": "import paths",
+    "onepass/compat/bert_padding.py": "an old name",
+    "onepass/compat/rotary.py": "an old name",
     "onepass/namespace.py": "names of operators",
     "onepass/kernels/device/sm90/*": SM90_DEVICE,
     "onepass/kernels/device/blocks/memory/clear.py": SM90_DEVICE,

@@ -7,7 +7,8 @@ import torch
 
 import onepass
 from onepass import distributed
-from onepass.compat import flash_attn, flash_attn_3, flash_attn_4, rotary, sdpa
+from onepass.compat import flash_attn, flash_attn_3, flash_attn_4, sdpa
+from onepass.compat.upstream import rotary
 from onepass.geometry.splits import MAX_SPLITS_BY_SIZE
 from onepass.integrations.vllm import cache as vllm_cache
 from onepass.kernels.config import BackwardConfigSm80, ForwardConfigSm80, ForwardConfigSm90, arch

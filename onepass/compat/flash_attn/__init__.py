@@ -17,7 +17,7 @@ packed forms, `_wrapped_*`, `FlashAttnFunc` and its siblings (with `apply` only)
 extension module `flash_attn_2_cuda`.
 """
 
-from .autograd import (
+from ..upstream.autograd import (
     FlashAttnFunc,
     FlashAttnKVPackedFunc,
     FlashAttnQKVPackedFunc,
@@ -26,17 +26,8 @@ from .autograd import (
     FlashAttnVarlenQKVPackedFunc,
     maybe_contiguous,
 )
-from .extension import flash_attn_gpu
-from .functions import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
-from .kvcache import flash_attn_with_kvcache
-from .private import (
+from ..upstream.extension import flash_attn_gpu
+from ..upstream.flash_attn import (
     USE_TRITON_ROCM,
     _flash_attn_backward,
     _flash_attn_forward,
@@ -48,6 +39,15 @@ from .private import (
     _wrapped_flash_attn_varlen_backward,
     _wrapped_flash_attn_varlen_forward,
 )
+from .functions import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from .kvcache import flash_attn_with_kvcache
 
 __all__ = [
     "USE_TRITON_ROCM",

@@ -82,12 +82,7 @@ def flash_attn_with_kvcache(
     for lengths beyond the rows that a block_table addresses. The caches are unchanged after an error. Without a
     block_table the host does not read lengths from a GPU, so the values of such lengths are not checked.
     """
-    options = {
-        "softmax_scale": softmax_scale,
-        "causal": check_flag("causal", causal),
-        "window": conventions.opened(conventions.pair_of(window_size)),
-        "softcap": conventions.softcap_of(softcap),
-    }
+    options = conventions.options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap)
     return_lse = check_flag("return_softmax_lse", return_softmax_lse, allow_none=True)
     num_splits = 0 if num_splits is None else check_int("num_splits", num_splits, least=0)
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):

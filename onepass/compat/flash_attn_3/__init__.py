@@ -8,6 +8,7 @@ cache, pack_gqa, sm_margin, scheduler_metadata) have no effect. Beyond flash-att
 values wider than 256 have a backward, and the log-sum-exp has a gradient.
 """
 
+from ..upstream.flash_attn_3 import _flash_attn_backward, _flash_attn_forward
 from .functions import (
     flash_attn_combine,
     flash_attn_func,
@@ -16,7 +17,6 @@ from .functions import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
-from .private import _flash_attn_backward, _flash_attn_forward
 
 __all__ = [
     "_flash_attn_backward",

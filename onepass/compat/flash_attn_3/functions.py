@@ -14,7 +14,6 @@ from ..calls import attend
 from ..merging import merged
 from ..sequences import Lengths
 from .cached import over_cache
-from .private import QV, options_of
 
 
 def flash_attn_func(
@@ -56,9 +55,9 @@ def flash_attn_func(
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32.
     Raises: NotImplementedError for qv, and what `onepass.attention` raises.
     """
-    conventions.refuse(QV, qv=qv)
+    conventions.refuse(conventions.QV, qv=qv)
     conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
-    options = options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap)
+    options = conventions.options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap)
     descales = q_descale, k_descale, v_descale
     with_lse = check_flag("return_attn_probs", return_attn_probs)
     more: dict[str, Any] = {"attention_chunk": attention_chunk, "deterministic": deterministic}
@@ -160,9 +159,9 @@ def flash_attn_varlen_func(
 
     Returns: out (total_q, num_heads_q, head_dim_v); softmax_lse (num_heads_q, total_q) float32.
     """
-    conventions.refuse(QV, qv=qv)
+    conventions.refuse(conventions.QV, qv=qv)
     conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
-    options = options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap)
+    options = conventions.options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     descales = q_descale, k_descale, v_descale
     with_lse = check_flag("return_attn_probs", return_attn_probs)
@@ -228,7 +227,7 @@ def flash_attn_with_kvcache(
     an input requires a gradient, the backward of out raises.
     Raises: what `onepass.attention_decode` raises; the caches are unchanged then.
     """
-    conventions.refuse(QV, qv=qv)
+    conventions.refuse(conventions.QV, qv=qv)
     conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
     out, lse = over_cache(
         q,
@@ -247,7 +246,7 @@ def flash_attn_with_kvcache(
         descales=(q_descale, k_descale, v_descale),
         attention_chunk=attention_chunk,
         num_splits=num_splits,
-        options=options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap),
+        options=conventions.options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap),
     )
     if not check_flag("return_softmax_lse", return_softmax_lse):
         return out

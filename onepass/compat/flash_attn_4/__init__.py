@@ -10,13 +10,18 @@ onepass refuses `qv` and `gather_kv_indices`, and what belongs to another librar
 `mask_mod` and block-sparse tensors. Arguments that say how to compute have no effect.
 """
 
-from .functions import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, get_scheduler_metadata
-from .private import (
-    SchedulerMetadataTensorsTorch,
+from ..upstream.flash_attn_4 import (
     _flash_attn_bwd,
     _flash_attn_bwd_sparse_mla,
     _flash_attn_fwd,
     _flash_attn_fwd_combine,
+)
+from .functions import (
+    SchedulerMetadataTensorsTorch,
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    get_scheduler_metadata,
 )
 
 __all__ = [

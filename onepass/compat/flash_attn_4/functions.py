@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...validation.scalars import check_flag
+from ...validation import tensors
+from ...validation.scalars import check_flag, check_int
 from .. import conventions
 from ..merging import merged
 from ..sequences import Lengths
-from .private import (
-    GATHER,
-    QV,
-    SchedulerMetadataTensorsTorch,
-    forward,
-    options_of,
-    refuse_foreign,
-    returns_lse,
-    scheduler_metadata,
-)
+from .calls import GATHER, forward, options_of, refuse_foreign, returns_lse
+
+
+class SchedulerMetadataTensorsTorch(NamedTuple):
+    """What `get_scheduler_metadata` returns: its tensors are empty or missing, because onepass needs no schedule."""
+
+    num_m_blocks_ptr: Tensor | None = None
+    num_splits_dynamic_ptr: Tensor | None = None
+    virtual_batch_idx_ptr: Tensor | None = None
+    num_nheads_in_l2_ptr: Tensor | None = None
+    tile_count_semaphore: Tensor | None = None
+    cu_total_m_blocks: Tensor | None = None
+    cu_total_splits_m_blocks: Tensor | None = None
+    blocks_to_batch_idx: Tensor | None = None
 
 
 def flash_attn_func(
@@ -68,7 +73,7 @@ def flash_attn_func(
     it is not asked for and no input requires a gradient.
     Raises: NotImplementedError for what must be None, and what `onepass.attention` raises.
     """
-    conventions.refuse(QV, qv=qv)
+    conventions.refuse(conventions.QV, qv=qv)
     conventions.refuse(GATHER, gather_kv_indices=gather_kv_indices)
     refuse_foreign(
         score_mod=score_mod,
@@ -136,7 +141,7 @@ def flash_attn_varlen_func(
     Returns: out in q's shape, with head_dim_v; lse (num_heads_q, total_q) or (batch, num_heads_q, seqlen_q) float32, or
     None where it is not asked for and no input requires a gradient.
     """
-    conventions.refuse(QV, qv=qv)
+    conventions.refuse(conventions.QV, qv=qv)
     conventions.refuse(GATHER, gather_kv_indices=gather_kv_indices)
     foreign = {"score_mod": score_mod, "score_mod_bwd": score_mod_bwd, "mask_mod": mask_mod}
     refuse_foreign(**foreign, block_sparse_tensors=block_sparse_tensors)
@@ -198,4 +203,10 @@ def get_scheduler_metadata(
     _arch: int | None = None,
 ) -> SchedulerMetadataTensorsTorch:
     """Metadata without a schedule, which `flash_attn_varlen_func` takes: onepass needs no schedule before a call."""
-    return scheduler_metadata((cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), num_splits)
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    given = [tensors.check_tensor("cu_seqlens_q", t) for t in lengths if t is not None]
+    if not given:
+        raise ValueError("cu_seqlens_q: expected one of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k, got None")
+    empty = given[0].new_empty(0, dtype=torch.int32)
+    is_split = check_int("num_splits", num_splits) > 1
+    return SchedulerMetadataTensorsTorch(num_m_blocks_ptr=empty if is_split else None, cu_total_m_blocks=empty)

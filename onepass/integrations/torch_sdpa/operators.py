@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ...compat.flash_attn_3 import flash_attn_func, flash_attn_varlen_func
+from ...api import attention as api
 from ...errors import UnsupportedError
+from ...ops.quantize import QuantizedQKV
 from . import calls
 from .calls import Call, NotOurs
 
@@ -253,22 +255,24 @@ def flash_forward_quantized(
 ) -> tuple:
     _refuse_others({**others, "alibi_slopes": alibi_slopes, "dropout_p": dropout_p or None})
     _refuse_debug_mask(return_debug_mask)
-    options: dict[str, Any] = {
-        "softmax_scale": scale,
-        "causal": is_causal,
-        "window_size": tuple(-1 if side is None else side for side in (window_size_left, window_size_right)),
-        "q_descale": q_descale,
-        "k_descale": k_descale,
-        "v_descale": v_descale,
-        "return_attn_probs": True,
-    }
+    one, group = torch.ones((), device=query.device), query.shape[-2] // max(1, key.shape[-2])
+    quantized = QuantizedQKV(
+        query.detach(),
+        key.detach(),
+        value.detach(),
+        q_descale=one if q_descale is None else q_descale.repeat_interleave(group, -1),  # given for each kv head
+        k_descale=one if k_descale is None else k_descale,
+        v_descale=one if v_descale is None else v_descale,
+    )
+    window = _flash_window(is_causal, window_size_left, window_size_right)
+    options: dict[str, Any] = {"softmax_scale": scale, "window": window, "return_lse": True}
     if cum_seq_q is None:
         if seqused_k is not None:
             raise UnsupportedError("seqused_k: expected None in FP8 without cum_seq_q, got a tensor")
-        out, lse = flash_attn_func(query, key, value, **options)[:2]
+        out, lse = api.attention(quantized, **options)
     else:
-        options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        out, lse = flash_attn_varlen_func(query, key, value, seqused_k=seqused_k, **options)[:2]
+        options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "seqused_k": seqused_k}
+        out, lse = api.attention_varlen(quantized, max_seqlen_q=max_q, max_seqlen_k=max_k, **options)
     rng, offset = calls.marked(None, query.device)
     return out, lse, rng, offset, out.new_empty(0)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import functions
+from ..flash_attn import functions
 
 
 def maybe_contiguous(x: Tensor | None) -> Tensor | None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...errors import REFUSALS, renamed
 from ...validation.scalars import check_flag
 from .. import conventions
-from ..calls import attend, backward
-from ..gradients import padded_rows, row_sums
+from ..calls import attend
+from ..flash_attn_3.cached import over_cache
 from ..probabilities import round_up
 from ..sequences import Lengths
-from .cached import over_cache
+from .gradients import backward, padded_rows, row_sums
 
 # name of an argument in messages of calls over caches -> its name in `_flash_attn_forward`
 _NAMES = {
@@ -27,19 +25,6 @@ _NAMES = {
     "cache_leftpad": "leftpad_k",
     "rotary_seqlens": "seqlens_rotary",
 }
-QV = "onepass does not add the scores of qv and v"
-
-
-def options_of(
-    softmax_scale: Any, causal: Any, window: conventions.Window, softcap: Any, causal_name: str = "causal"
-) -> dict[str, Any]:
-    """The scale and the mask as arguments of `onepass.attention`. Args: window: its negative sides are unbounded."""
-    return {
-        "softmax_scale": softmax_scale,
-        "causal": check_flag(causal_name, causal),
-        "window": conventions.opened(window),
-        "softcap": conventions.softcap_of(softcap),
-    }
 
 
 def _flash_attn_forward(
@@ -85,9 +70,11 @@ def _flash_attn_forward(
 
     Returns: out, softmax_lse, and two empty tensors in the place of partial results of splits.
     """
-    conventions.refuse(QV, qv=qv)
+    conventions.refuse(conventions.QV, qv=qv)
     conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
-    options = options_of(softmax_scale, causal, conventions.pair_of_sides(window_size_left, window_size_right), softcap)
+    options = conventions.options_of(
+        softmax_scale, causal, conventions.pair_of_sides(window_size_left, window_size_right), softcap
+    )
     conventions.check_into("out_", out_, q, v)
     descales = q_descale, k_descale, v_descale
     of_cache = page_table, k_new, v_new, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin
@@ -154,7 +141,7 @@ def _flash_attn_backward(
     """
     conventions.check_hints(sm_margin=sm_margin)
     window = conventions.pair_of_sides(window_size_left, window_size_right)
-    options = options_of(softmax_scale, is_causal, window, softcap, "is_causal")
+    options = conventions.options_of(softmax_scale, is_causal, window, softcap, "is_causal")
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k)
     options["deterministic"] = check_flag("deterministic", deterministic, allow_none=True) or None
     try:

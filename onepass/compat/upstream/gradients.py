@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.steps import Steps
-from ..ops.autocast import without_autocast
-from ..validation import tensors
+from ...api import steps
+from ...errors import REFUSALS, renamed
+from ...ops.autocast import without_autocast
+from ...validation import tensors
+from .. import conventions
+from ..calls import NAMES
+from ..sequences import Arranged, Lengths
 
 Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -44,7 +48,9 @@ def check_buffers(inputs: tuple[Tensor, ...], buffers: Buffers) -> None:
             raise ValueError(f"{name}: expected shape {tuple(t.shape)}, got {tuple(buffer.shape)}")
 
 
-def gradients(call: Steps, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
+def gradients(
+    call: steps.Steps, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """dq, dk, dv and dsinks of a call."""
     with torch.no_grad():
         return call.backward(dout, out, lse, dlse)
@@ -66,3 +72,33 @@ def row_sums(dout: Tensor, out: Tensor) -> Tensor:
 def padded_rows(sums: Tensor, length: int) -> Tensor:
     """Sums of rows with zeros behind them, up to a length of the last dimension."""
     return torch.nn.functional.pad(sums, (0, length - sums.shape[-1]))
+
+
+def backward(
+    dout: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    buffers: Buffers,
+    lengths: Lengths,
+    options: dict[str, Any],
+    dlse: Tensor | None = None,
+    lse_name: str = "softmax_lse",
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """dq, dk and dv in the shapes of q, k and v, and dsinks (of size 0 without sinks).
+
+    Args:
+        buffers: for each of dq, dk and dv the tensor that it is copied into and that is then returned, or None.
+        options: options of `onepass.attention`. lse_name: the name of the argument lse, for messages.
+    """
+    q, k, v, dout, out, lse, dlse = conventions.detached(*inputs, dout, out, lse, dlse)
+    try:
+        call = Arranged(q, k, v, lengths)
+        prepared = steps.prepare(*call.tensors, **call.options, **options)
+    except REFUSALS as error:
+        raise renamed(error, NAMES) from None
+    check_results(q, v, dout, out, {lse_name: lse, "dlse": dlse})
+    check_buffers((q, k, v), buffers)
+    dlse = None if dlse is None else call.stats(dlse)
+    *found, dsinks = gradients(prepared, call.rows(dout), call.rows(out), call.stats(lse), dlse)
+    return into_buffers(tuple(found), (q, k, v), buffers), dsinks

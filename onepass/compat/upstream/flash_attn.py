@@ -23,10 +23,10 @@ from ...errors import REFUSALS, UnsupportedError, renamed
 from ...validation.scalars import check_flag, check_int, check_real
 from ...validation.tensors import PACKED_DIMS, check_int32, check_ranks, check_tensor, check_tensors
 from .. import conventions, probabilities
-from ..gradients import Buffers, check_buffers, check_results, gradients, into_buffers, padded_rows, row_sums
+from ..flash_attn.functions import NAMES
 from ..paged import over_pages
 from ..sequences import row_ranges
-from .functions import NAMES
+from .gradients import Buffers, check_buffers, check_results, gradients, into_buffers, padded_rows, row_sums
 
 USE_TRITON_ROCM = False
 
@@ -42,13 +42,9 @@ def _options(
     softmax_scale: Any, causal: Any, left: Any, right: Any, softcap: Any, deterministic: Any = None
 ) -> dict[str, Any]:
     """The options of `onepass.attention`."""
-    return {
-        "softmax_scale": softmax_scale,
-        "causal": check_flag("causal", causal),
-        "window": conventions.opened(conventions.pair_of_sides(left, right)),
-        "softcap": conventions.softcap_of(softcap),
-        "deterministic": check_flag("deterministic", deterministic, allow_none=True) or None,
-    }
+    options = conventions.options_of(softmax_scale, causal, conventions.pair_of_sides(left, right), softcap)
+    options["deterministic"] = check_flag("deterministic", deterministic, allow_none=True) or None
+    return options
 
 
 def _checked_dropout(dropout_p: Any, return_softmax: Any) -> tuple[float, bool]:

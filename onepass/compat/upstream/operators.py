@@ -1,4 +1,4 @@
-"""The operators `torch.ops.flash_attn_3` of flash-attn 3's extension module, which torch's FA3 backend calls."""
+"""The operators `torch.ops.flash_attn` of flash-attn 2.8 and, for torch's FA3 backend, `torch.ops.flash_attn_3`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functions import flash_attn_combine
-from .private import _flash_attn_backward, _flash_attn_forward
+from ..flash_attn_3.functions import flash_attn_combine
+from . import flash_attn
+from .flash_attn_3 import _flash_attn_backward, _flash_attn_forward
 
+_OF_FLASH_ATTN = (
+    "_flash_attn_forward",
+    "_flash_attn_backward",
+    "_flash_attn_varlen_forward",
+    "_flash_attn_varlen_backward",
+)
 _LENGTHS = "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
 _LIMITS = "int? max_seqlen_q=None, int? max_seqlen_k=None, "
 _MASK = "bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
@@ -68,7 +75,20 @@ _FUNCTIONS: dict[str, Callable] = {
 }
 
 
-def define_operators() -> torch.library.Library | None:
+def define_flash_attn() -> torch.library.Library | None:
+    """Define `torch.ops.flash_attn`; None if another library has defined its operators."""
+    if any(hasattr(torch.ops.flash_attn, name) for name in _OF_FLASH_ATTN):
+        return None
+    library = torch.library.Library("flash_attn", "FRAGMENT")
+    for name in _OF_FLASH_ATTN:
+        function = getattr(flash_attn, name)
+        mutated = ("dq", "dk", "dv") if name.endswith("backward") else ()
+        library.define(name + torch.library.infer_schema(function, mutates_args=mutated))
+        library.impl(name, function, "CompositeExplicitAutograd")
+    return library
+
+
+def define_flash_attn_3() -> torch.library.Library | None:
     """Define `torch.ops.flash_attn_3`; None if another library has defined its operators."""
     if any(hasattr(torch.ops.flash_attn_3, name) for name in _SCHEMAS):
         return None
