@@ -106,6 +106,7 @@ def device(monkeypatch):
         "modifiers": "blocks.softmax.modifiers",
         "tiles": "blocks.tiles.key_tiles",
         "repair": "blocks.repair.gradients",
+        "warpgroup": "sm90.forward.warpgroup",
     }
     modules = {name: fresh(f"onepass.kernels.device.{path}") for name, path in names.items()}
     for module in modules.values():
@@ -387,3 +388,15 @@ def test_gradients_of_a_pair_with_dropout(device, monkeypatch, factor):
     p = 2.0 ** ((0.5 + 0.25) * 2.0 - 1.0)
     assert gradient(*given, True, 16, pairs, 0.25) == pytest.approx(p if factor else 0.0)
     assert gradient(*given, False, 16, pairs, 0.25) == pytest.approx(p * (-3.0 * factor + 0.75))
+
+
+def test_splits_that_a_packed_sequence_lacks(device, monkeypatch):
+    """The merge reads the lse of all splits: those past the sequence's own count as empty."""
+    written = []
+    monkeypatch.setattr(
+        device.warpgroup.epilogue, "store_lse", lambda lse, mLSE, row, is_row, lane: written.append((lse, row))
+    )
+    warps = SimpleNamespace(all_splits=(5, 60), lane_in_quad=0)
+    store = device.warpgroup.Warpgroup.store_absent_splits.__wrapped__
+    store(warps, SimpleNamespace(num_splits=3), None, 7, True)
+    assert written == [(-math.inf, 7 + 60 * split) for split in (3, 4)]
