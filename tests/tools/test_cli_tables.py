@@ -323,7 +323,7 @@ def test_verify(monkeypatch, tmp_path):
         "causal": Comparison("dq", 3e-3, 2e-3, 0, 1e-3, ()),
     }
     rows["sinks"] = Comparison("dsinks", torch.inf, 4e-3, 0, 2e-3, (1,), scale)
-    monkeypatch.setattr(verify, "DTYPES", {"bfloat16": torch.bfloat16})
+    monkeypatch.setattr(verify, "SUPPORTED_DTYPES", (torch.bfloat16,))
     monkeypatch.setattr(verify, "_options", lambda length: {name: lambda *of: of for name in rows})
     monkeypatch.setattr(
         verify, "_error_row", lambda dtype, name, call: verify.ErrorRow(dtype, name, rows[name], rows[name].ok)

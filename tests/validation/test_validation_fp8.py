@@ -174,7 +174,7 @@ def test_offsets_that_dequantize_needs(by_sequence):
 
 def test_tensors_that_are_not_packed_have_no_offsets():
     for name in CU:
-        with pytest.raises(ValueError, match=f"{name}: expected None beside tensors that are not packed, got a tensor"):
+        with pytest.raises(ValueError, match=f"{name}: expected None with tensors that are not packed, got a tensor"):
             quantized().dequantize(**{name: CU[name]})
 
 
