@@ -418,6 +418,14 @@ def test_every_function_passes_deterministic_on(name, monkeypatch):
     for deterministic in (False, True):
         run(name, {"deterministic": deterministic})
         assert asked[-1] is deterministic
+    # False asks for nothing: torch's own switch decides
+    fast_path.forget()
+    torch.use_deterministic_algorithms(True)
+    try:
+        run(name, {"deterministic": False})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked[-1] is True
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,8 @@ def test_private_forward_runs_calls_over_caches():
     )
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
+    with pytest.raises(NotImplementedError, match="cu_seqlens_k: expected None, got a tensor: keys in a cache"):
+        fa3._flash_attn_forward(q, k, v, seqused_k=lengths, leftpad_k=starts, cu_seqlens_k=OFFSETS_K)
 
 
 @pytest.mark.parametrize("theirs", [{}, {"causal": True}, {"attention_chunk": 5}])
@@ -518,6 +520,21 @@ def test_kvcache_of_e4m3(is_packed, page_size, theirs):
         expected = oracle(*values, {"causal": True} if "causal" in theirs else {"chunk": 6})
         # q is scaled in bfloat16, and so is out
         torch.testing.assert_close(out[2 * b : 2 * b + 2].double(), expected.out[0], atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("page_size", [None, 7])
+def test_packed_new_keys_may_fill_a_cache(page_size):
+    """As many tokens as there is room for are no more than that where there are more heads."""
+    caches, table = [randn(2, 14, 2, 8, seed=s) for s in range(2)], None
+    if page_size:
+        caches, table = [c.reshape(4, 7, 2, 8) for c in caches], torch.tensor([[0, 1], [2, 3]], dtype=INT32)
+    q, k, v = randn(2, 4, 8, seed=2), randn(2, 2, 8, seed=3), randn(2, 2, 8, seed=4)
+    offsets = torch.tensor([0, 1, 2], dtype=INT32)
+    cut = {"cu_seqlens_q": offsets, "cu_seqlens_k_new": offsets, "max_seqlen_q": 1}
+    lengths = torch.tensor([13, 13], dtype=INT32)
+    fa3.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, page_table=table, **cut)
+    for c, new in zip(caches, (k, v), strict=True):
+        assert torch.equal(c.reshape(2, 14, 2, 8)[:, 13], new)
 
 
 @pytest.mark.parametrize("page_size", [None, 7])

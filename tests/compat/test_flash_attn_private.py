@@ -85,12 +85,12 @@ def test_forward_and_backward_are_those_of_the_public_function(is_packed, option
 
 
 def test_rows_of_softmax_d_are_rounded_up():
-    q = randn(1, 130, 2, 8)
-    out, lse, *_ = fa._flash_attn_forward(q, q, q, *by_position({}), False)
-    softmax_d = fa._flash_attn_backward(
-        q, q, q, q, out, lse, *(torch.empty_like(q) for _ in "qkv"), *by_position({}), False
-    )
-    assert softmax_d.shape == (1, 2, 256)
+    for seqlen_k in (7, 300):
+        q, k = randn(1, 130, 2, 8), randn(1, seqlen_k, 2, 8)
+        out, lse, *_ = fa._flash_attn_forward(q, k, k, *by_position({}), False)
+        buffers = [torch.empty_like(t) for t in (q, k, k)]
+        softmax_d = fa._flash_attn_backward(q, q, k, k, out, lse, *buffers, *by_position({}), False)
+        assert softmax_d.shape == (1, 2, 256)
 
 
 def test_a_ring_of_two_blocks_of_keys():

@@ -10,8 +10,8 @@ import torch
 import onepass
 import onepass.tiled
 from onepass.cpu import operators
-from onepass.cpu.masks import needs_masks
-from onepass.problem import AttentionInputs, AttentionProblem, Mask
+from onepass.cpu.masks import MASK_ELEMENTS, ROWS, groups, needs_masks
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs, Modifiers
 from onepass.testing import Call
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -235,3 +235,14 @@ def test_few_columns_of_16_bits_are_computed_by_tiles(dtype, head_dim, by_operat
     q, k, v = (torch.randn(1, 9, 2, head_dim, dtype=getattr(torch, dtype)) for _ in range(3))
     onepass.attention(q, k, v, bias=torch.randn(1, 2, 9, 9), backend="cpu")
     assert count["_forward"][0] == by_operator
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4)])
+def test_slopes_of_entries_keep_masks_small(shape):
+    """Entries that share no mask are not computed together where their masks would take too much memory."""
+    keys = MASK_ELEMENTS // ROWS
+    q, k, v = tensors(ROWS, keys, batch=3).values()
+    inputs = ModifiedInputs(q, k, v, *[None] * 4, Modifiers(alibi_slopes=torch.ones(shape)))
+    problem = AttentionProblem.of(inputs, softmax_scale=0.1, mask=Mask(), softcap=None, deterministic=False)
+    entries = {(group.entries.start, group.entries.stop) for group in groups(problem, inputs, 3, keys)}
+    assert entries == ({(0, 3)} if len(shape) == 1 else {(0, 1), (1, 2), (2, 3)})

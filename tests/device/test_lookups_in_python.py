@@ -83,6 +83,7 @@ def device(monkeypatch):
     cute = SimpleNamespace(
         arch=arch,
         size=size,
+        ceil_div=lambda a, b: -(-a // b),
         make_rmem_tensor=lambda shape, dtype: Registers(shape, dtype),
         math=SimpleNamespace(exp2=lambda x, fastmath: 2.0**x, log2=lambda x, fastmath: math.log2(x)),
         autovec_copy=lambda source, target: np.copyto(target.array, source.array),
@@ -103,6 +104,10 @@ def device(monkeypatch):
         "stats": "blocks.memory.row_stats",
         "sinks": "blocks.softmax.sinks",
         "modifiers": "blocks.softmax.modifiers",
+        "tiles": "blocks.tiles.key_tiles",
+        "repair": "blocks.repair.gradients",
+        "warpgroup": "sm90.forward.warpgroup",
+        "consumer": "sm90.forward.consumer",
     }
     modules = {name: fresh(f"onepass.kernels.device.{path}") for name, path in names.items()}
     for module in modules.values():
@@ -343,3 +348,75 @@ def test_query_bounds(device, seed):
         kernel, problem, config, modifiers.arguments_of(problem, inputs.modifiers), window_bounds(problem), *inputs[4:7]
     )
     assert torch.equal(found, query_bounds_reference.query_bounds(problem, config, inputs))
+
+
+def test_tiles_of_packed_keys_find_their_bounds(device):
+    """A tile reads the bounds that the kernel of bounds has written for it."""
+    tile_n, heads, offsets = 64, 2, [0, 5, 140, 140, 201]
+    tiles = [
+        (block, head, start, end - start, sequence)
+        for sequence, (start, end) in enumerate(itertools.pairwise(offsets))
+        for head in range(heads)
+        for block in range(-(-(end - start) // tile_n))
+    ]
+    bounds = np.random.default_rng(0).integers(0, 99, (offsets[-1] // tile_n + len(offsets), 4, heads, 1))
+    schedule = SimpleNamespace(
+        num_tiles=len(tiles),
+        batch=len(offsets) - 1,
+        find=lambda n: (*tiles[n][:4], 0, 9, tiles[n][4], None),
+    )
+    modifiers = SimpleNamespace(tensors=SimpleNamespace(bounds=View(bounds)))
+    seqlens = SimpleNamespace(
+        lengths=device.tiles.Lengths(None, None, None), modifiers=modifiers, window_left=None, window_right=None
+    )
+    kernel = device.tiles.KeyTiles()
+    kernel.tile_m = kernel.tile_n = tile_n
+    kernel.is_packed = kernel.has_intervals = kernel.is_descending = True
+    for number, (block, head, start, _, sequence) in enumerate(tiles):
+        tile = device.tiles.KeyTiles.tile_at.__wrapped__(kernel, number, schedule, seqlens)
+        found = tile.first, tile.clear_first, tile.clear_last, tile.last
+        assert found == tuple(bounds[start // tile_n + sequence + block, :, head, 0])
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.25])
+def test_gradients_of_a_pair_with_dropout(device, monkeypatch, factor):
+    """The factor of kept pairs is in dP; that of dV is the whole sum's."""
+    products = {"q": Float(0.5), "dout": Float(-3.0)}
+    monkeypatch.setattr(device.repair, "dot", lambda a, b, vector_bytes: products[a])
+    pairs = SimpleNamespace(score=lambda score, other: score + other, keep_factor=lambda other: factor)
+    given = "q", "k", "dout", "v", Float(-1.0), Float(0.75), 2.0, None
+    gradient = device.repair._gradient_of_score.__wrapped__
+    p = 2.0 ** ((0.5 + 0.25) * 2.0 - 1.0)
+    assert gradient(*given, True, 16, pairs, 0.25) == pytest.approx(p if factor else 0.0)
+    assert gradient(*given, False, 16, pairs, 0.25) == pytest.approx(p * (-3.0 * factor + 0.75))
+
+
+def test_splits_that_a_packed_sequence_lacks(device, monkeypatch):
+    """The merge reads the lse of all splits: those past the sequence's own count as empty."""
+    written = []
+    monkeypatch.setattr(
+        device.warpgroup.epilogue, "store_lse", lambda lse, mLSE, row, is_row, lane: written.append((lse, row))
+    )
+    warps = SimpleNamespace(all_splits=(5, 60), lane_in_quad=0)
+    store = device.warpgroup.Warpgroup.store_absent_splits.__wrapped__
+    store(warps, SimpleNamespace(num_splits=3), None, 7, True)
+    assert written == [(-math.inf, 7 + 60 * split) for split in (3, 4)]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_loads_without_a_producer(device, blocks):
+    """Each block of K and of V is loaded once, from the last one to the first."""
+    tile, loaded = SimpleNamespace(first=3, last=3 + blocks), {"k": [], "v": []}
+    device.arch.warp_idx = lambda: 0
+    device.consumer.after = lambda state: state + 1
+    consumer = SimpleNamespace(
+        producer=SimpleNamespace(load_q=lambda *_: None),
+        _load_k=lambda tile, n_block, state: loaded["k"].append((n_block, state)),
+        _load_v=lambda tile, n_block, state: loaded["v"].append((n_block, state)),
+    )
+    loads = device.consumer.Consumer
+    loads.load_first.__wrapped__(consumer, tile, 0, 0, 0)
+    for step in range(1, blocks):
+        loads.load_next.__wrapped__(consumer, tile, tile.last - 1 - step, step, step - 1)
+    expected = [(tile.last - 1 - step, step) for step in range(blocks)]
+    assert loaded == {"k": expected, "v": expected}

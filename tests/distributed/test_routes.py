@@ -1,11 +1,14 @@
 """Rows are copied one run at a time, or gathered by their numbers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from onepass.distributed.exchange import Message, words
-from onepass.distributed.routes import FEW_PIECES, Route, add, put, put_together, take
+from onepass.distributed.routes import FEW_PIECES, Route, Rows, add, put, put_together, take
 from onepass.distributed.schedule import Piece
+from onepass.distributed.shipments import KeyReturn
 
 CPU = torch.device("cpu")
 
@@ -54,3 +57,17 @@ def test_ranks_give_rows_in_one_order():
                 assert torch.equal(ours.source_rows, right.source_rows)
                 assert torch.equal(ours.rows, right.rows)
     assert not Route.of([pieces_of(3, 0), pieces_of(9, 1)], 0, CPU).travels
+
+
+def test_own_sums_of_rows_in_another_order():
+    """A rank's own rows that are no run go where they belong, even if they are all of its rows."""
+    order, heads = torch.tensor([2, 0, 3, 1]), slice(0, 2)
+    values = torch.randn(4, 1, 2, 8)
+    returned = SimpleNamespace(
+        plan=SimpleNamespace(rank=0),
+        heads_of=lambda rank: heads,
+        own_rows=[Rows(0, order, torch.arange(4), 4)],
+        own=[[values]],
+    )
+    (sums,) = KeyReturn.own_sums(returned, 4, heads)
+    assert torch.equal(sums[order], values)

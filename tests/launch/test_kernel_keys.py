@@ -102,3 +102,17 @@ def test_requests_with_one_key_trace_one_kernel(requests):
         found = traced(request)
         assert seen.setdefault(request.kernel, found) == found, request.kernel
     assert len(seen) > 50
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda problem: forward_sm90.compile_request(problem, ForwardConfigSm90(64)),
+        lambda problem: forward_sm80.compile_request(problem, ForwardConfigSm80(), "sm_80"),
+    ],
+    ids=["sm90", "sm80"],
+)
+def test_a_deterministic_call_needs_no_forward_of_its_own(request_of):
+    for problem in PROBLEMS:
+        kernels = {request_of(replace(problem, deterministic=is_asked)).kernel for is_asked in (False, True)}
+        assert len(kernels) == 1

@@ -308,7 +308,7 @@ AREAS = (
                     "onepass/kernels/device/blocks/memory/row_stats.py",
                     "onepass/kernels/device/blocks/tiles/key_tiles.py",
                 ),
-                BACKWARD,
+                (*LOOKUPS, *BACKWARD),
             ),
             Group(
                 (

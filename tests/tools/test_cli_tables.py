@@ -162,7 +162,8 @@ def test_ablate(printed):
         FAILED wrong: max error 1
     """
     assert printed(lambda console: ablate._print_report(console, ablation_report())) == words(expected)
-    slow = ablation_report(contenders={FULL: timed(1.0, 0.5)}, peers=[], failed={}, skipped={}, absent={})
+    contenders = {FULL: timed(1.0, 0.5), "wrong": timed(2.0, 0.25)}
+    slow = ablation_report(contenders=contenders, peers=[], failed={}, skipped={}, absent={})
     expected = f"""
         A GPU, torch 2.0
         sm90 d128 causal
@@ -171,7 +172,7 @@ def test_ablate(printed):
           paper: Table 2
         no overlap not timed                                               500  0.833
           also stages=1
-        wrong      not timed
+        wrong          2.000  1.000-4.000    250.0  -250.0
         too large  not timed
         late       not timed
         9 rounds; ratio: speed over the full configuration's, median of the rounds
@@ -322,7 +323,7 @@ def test_verify(monkeypatch, tmp_path):
         "causal": Comparison("dq", 3e-3, 2e-3, 0, 1e-3, ()),
     }
     rows["sinks"] = Comparison("dsinks", torch.inf, 4e-3, 0, 2e-3, (1,), scale)
-    monkeypatch.setattr(verify, "DTYPES", {"bfloat16": torch.bfloat16})
+    monkeypatch.setattr(verify, "SUPPORTED_DTYPES", (torch.bfloat16,))
     monkeypatch.setattr(verify, "_options", lambda length: {name: lambda *of: of for name in rows})
     monkeypatch.setattr(
         verify, "_error_row", lambda dtype, name, call: verify.ErrorRow(dtype, name, rows[name], rows[name].ok)
@@ -556,6 +557,8 @@ def test_tune(printed, tmp_path):
     path = tmp_path / "table.json"
     assert tune._conclusion(2, found, path) == f"faster than the heuristics: 1 of 2, at most 20.0 %; kept in {path}"
     assert tune._conclusion(0, found[2:], path) == "faster than the heuristics: 0 of 0"
+    early = result(best, 1.3, False)  # the fastest one when it was interrupted
+    assert tune._conclusion(1, [found[1], early], path) == f"faster than the heuristics: 0 of 1; kept in {path}"
 
 
 @pytest.mark.parametrize("command", ["cache clear --tuned", "cache clear --tuned --yes"])

@@ -222,6 +222,9 @@ def test_cache_lists_and_clears(imagine):
     assert tuned.own_path().exists()
     assert invoke("cache", "clear", "--tuned", "--yes").exit_code == 0
     assert not tuned.own_path().exists()
+    tuned.own_path().symlink_to("nowhere")
+    assert invoke("cache", "clear", "--tuned", "--yes").exit_code == 0
+    assert not tuned.own_path().is_symlink()
 
 
 def test_cache_says_what_is_wrong_with_the_table():

@@ -186,11 +186,16 @@ VIEWS = {
 }
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("name", VIEWS)
-def test_tensors_that_the_new_keys_would_overwrite_are_refused(name, cache):
-    """Other strides of the tensor, as of a slice of a projection, must not hide it on the fast path."""
-    call = call_of(torch.zeros(SHAPE), torch.zeros(SHAPE), 2) | {"q": torch.zeros(2, 2, 2, 8)}
+def test_tensors_that_the_new_keys_would_overwrite_are_refused(name, cache, order):
+    """Other strides of the tensor, as of a slice of a projection, must not hide it on the fast path.
+
+    Either cache may be the first one in memory.
+    """
+    caches = torch.zeros(2, *SHAPE)
+    call = call_of(*(caches[i] for i in order), 2) | {"q": torch.zeros(2, 2, 2, 8)}
     if name.startswith("rotary"):
         call |= {"rotary_cos": torch.ones(12, 4), "rotary_sin": torch.ones(12, 4)}
     view = VIEWS[name](call[cache])

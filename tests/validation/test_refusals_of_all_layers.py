@@ -181,6 +181,11 @@ UNSUPPORTED = [
     (lambda: BackwardConfigSm80(vector_adds=True).check(PROBLEM, "sm_80"), "vector_adds: expected False on sm_80"),
     (lambda: BackwardConfigSm80(tile_m=8).check(PROBLEM, "sm_80"), "tile_m"),
     (lambda: ForwardConfigSm80(tile_m=8).check(PROBLEM, "sm_80"), "tile_m"),
+    (
+        # 144 bytes of q are a multiple of 16, and 72 bytes of the cache are not
+        lambda: ForwardConfigSm80().check(replace(PROBLEM, head_dim=72, kv_dtype=E4M3), "sm_90a"),
+        "vector_bytes: 16 do not divide rows of head_dim 72",
+    ),
     (lambda: ForwardConfigSm90(tile_n=128, q_stages=3).check(PROBLEM), "stages: expected K/V >= 1 and Q 1 or 2, got"),
     (
         lambda: ForwardConfigSm90(tile_n=64, score_buffers=2, overlap_tiles=False).check(PROBLEM),

@@ -323,6 +323,16 @@ def test_the_largest_block_is_taken():
     assert quantized.quantization.q_block == quantized.quantization.kv_block == largest
 
 
+def test_blocks_of_packed_queries_and_keys_may_differ():
+    q, k, v = (torch.randn(70, 2, 16).bfloat16() for _ in range(3))
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 40, 70], dtype=torch.int32))
+    by_row, by_block = (onepass.quantize_fp8(q, k, v, granularity=name, **offsets) for name in ("row", "block"))
+    mixed = replace(by_block, q=by_row.q, q_descale=by_row.q_descale, q_block=by_row.q_block)
+    alone = [onepass.attention_varlen(quantized, **offsets) for quantized in (mixed, by_row)]
+    # k and v have been rounded to e4m3 by different scales, a step of which is 1/8
+    torch.testing.assert_close(*alone, rtol=2**-3, atol=2**-3)
+
+
 @pytest.mark.parametrize("granularity", ["row", "block", "head", "tensor"])
 @pytest.mark.parametrize("rows", [0, 3, 70])
 def test_packed_tensors_of_no_sequence(rows, granularity):
