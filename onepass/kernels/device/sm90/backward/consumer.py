@@ -8,7 +8,7 @@ One step, query block i; in brackets what is in the tensor cores' queue, below i
 
 Two warpgroups issue these batches in turns, 0 1 0 1: while the GEMMs of one run, the other has its arithmetic. With
 turns in the second batch alone they drift, and the same kernel runs 15 % faster or slower. With overlap_gradients the
-arithmetic also runs beside this warpgroup's own GEMMs: dS beside dV, P_(i+1) beside dK. Without it dS waits for dV, and
+arithmetic also runs during this warpgroup's own GEMMs: dS during dV, P_(i+1) during dK. Without it dS waits for dV, and
 ptxas moves the exponentials of P_(i+1) behind the wait for dK, whatever the source says. dQ needs the dS of all
 warpgroups; it comes a step late, so that none of them waits for another one's dS. A step holds dK, dV, one accumulator
 (64, tile_m) for S and dP in turn, a share of dQ, and P and dS in 16 bits.
