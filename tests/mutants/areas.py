@@ -50,7 +50,7 @@ CHECKS = (
 )
 DECODING = ("tests/tiled/test_decode.py", "tests/tiled/test_decode_e4m3.py", "tests/api/test_decode_calls.py")
 FP8 = ("tests/tiled/test_quantized.py", "tests/validation/test_validation_fp8.py")
-OPERATORS = ("tests/api/test_ops.py", "tests/api/test_fast_path.py")
+OPERATORS = ("tests/api/test_ops.py", "tests/api/test_fast_path.py", "tests/api/test_fast_path_decode.py")
 DISPATCH = (
     "tests/dispatch/test_dispatch.py",
     "tests/dispatch/test_ahead.py",
@@ -92,6 +92,7 @@ FLASH_ATTN = (
     "tests/compat/test_flash_attn.py",
     "tests/compat/test_flash_attn_options.py",
     "tests/compat/test_flash_attn_3.py",
+    "tests/compat/test_flash_attn_3_cache.py",
     "tests/compat/test_flash_attn_4.py",
     "tests/compat/test_flash_attn_private.py",
 )
@@ -163,7 +164,7 @@ AREAS = (
                 (
                     *DECODING,
                     "tests/api/test_repeated.py",
-                    "tests/api/test_fast_path.py",
+                    "tests/api/test_fast_path_decode.py",
                     "tests/api/test_flop_counter.py",
                     "tests/launch/test_decode_launch.py",
                     "tests/validation/test_overlap.py",
@@ -204,7 +205,7 @@ AREAS = (
         (
             Group(
                 ("onepass/tiled/decode.py", "onepass/tiled/cache.py"),
-                (*DECODING[:2], "tests/api/test_fast_path.py"),
+                (*DECODING[:2], "tests/api/test_fast_path_decode.py"),
             ),
             Group(
                 ("onepass/tiled/*.py",),
