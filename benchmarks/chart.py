@@ -147,7 +147,7 @@ def _speeds_of_row(row: dict[str, Any], kind: str) -> Iterator[tuple[Case, str, 
 
 
 def ratios(speeds: Speeds) -> dict[Case, float]:
-    """In each case the speed of onepass over that of the fastest peer."""
+    """The speed of onepass over that of the fastest peer, for each case."""
     return {
         case: found[OURS] / max(speed for library, speed in found.items() if library != OURS)
         for case, found in speeds.items()

@@ -18,7 +18,7 @@ OFFSETS = torch.tensor([0, 30, 70], dtype=torch.int32)
 
 @pytest.fixture
 def codes(monkeypatch):
-    """For each forward that runs, whether the kernel of Hopper that would compute it has p_codes."""
+    """A list that says, for each forward that runs, whether the Hopper kernel for it would have p_codes."""
     found = []
 
     def prepare(name, problem, device, tuning=None):
@@ -49,7 +49,7 @@ def make():
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("is_quantized", [False, True])
 def test_calls_with_and_without_lse(codes, is_quantized, is_packed):
-    """In turns, so that first and repeated calls of both kinds are there."""
+    """The two kinds of calls take turns, so that each has a first call and repeated ones."""
     tensors, offsets = make(), {}
     if is_packed:
         tensors, offsets = [t[0] for t in tensors], {"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS}

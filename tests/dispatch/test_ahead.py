@@ -111,7 +111,7 @@ def test_no_other_lengths(requested, monkeypatch, rank, cpus, changes):
 
 
 def test_the_kernels_of_a_given_configuration(requested, monkeypatch):
-    """Those that the call will ask for: no other lengths have this configuration, and few losses use lse."""
+    """With a configuration, only the kernels of this call are compiled: other lengths and a gradient of lse are not."""
     crews, config, asked = [], ForwardConfigSm90(tile_n=64), problem(128)
     monkeypatch.setattr(pool, "num_cpus", lambda: 16)
     monkeypatch.setattr(pool, "num_early", lambda: 9)

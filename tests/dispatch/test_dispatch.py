@@ -216,7 +216,7 @@ def test_a_configuration_is_checked_for_the_gpu_of_the_tensors(gpu, monkeypatch)
 
 @pytest.mark.parametrize("of_block", ["tiled", None])
 def test_an_operator_of_a_graph_chooses_again_in_a_block(gpu, monkeypatch, of_block):
-    """For its own tensors and configuration. An operator whose call names a backend keeps it."""
+    """It chooses for its own tensors and configuration. An operator whose call names a backend keeps it."""
     gpu(9, 0)
     device, config, asked = torch.device("cuda", 1), ForwardConfigSm90(tile_n=128), []
     over_cache = DecodeProblem(problem())

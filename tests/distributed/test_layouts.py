@@ -49,7 +49,7 @@ def test_work_and_tokens_are_equal(mask):
 
 
 def test_the_slowest_rank_of_the_balanced_layout_needs_the_least_time():
-    """Of the layouts that divide none, one or some sequences first; keys that travel count, too."""
+    """It is compared with the layouts that divide none, one or all sequences first. Keys that travel cost time, too."""
     rng, chosen = random.Random(0), set()
     for _ in range(100):
         num_ranks = rng.choice([2, 3, 5, 8])

@@ -108,7 +108,7 @@ def test_modules_that_are_run_exist(page):
 
 
 def test_programs_that_are_run_exist():
-    """In pages and in docstrings."""
+    """Commands in pages and in docstrings name programs that exist."""
     files = [*PAGES, *(path for folder in ("benchmarks", "onepass") for path in (ROOT / folder).rglob("*.py"))]
     named = {name for file in files for name in NAMED_PROGRAM.findall(file.read_text(encoding="utf-8"))}
     assert "chart" in named

@@ -147,7 +147,7 @@ KINDS = "q", "k", "v", "keys_last"
 
 @pytest.mark.parametrize("by_sequence", [(), *((kind,) for kind in KINDS), KINDS], ids=str)
 def test_offsets_that_dequantize_needs(by_sequence):
-    """Those of tensors whose descales, or layout, depend on where sequences begin; others may be missing."""
+    """A tensor needs its offsets if its descales, or its layout, depend on where sequences begin."""
     whole, by_head = (onepass.quantize_fp8(*packed(), **CU, granularity=name) for name in ("tensor", "head"))
     descales = {f"{x}_descale": getattr(by_head, f"{x}_descale") for x in "qkv" if x in by_sequence}
     made = replace(whole, **descales)
