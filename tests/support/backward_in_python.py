@@ -19,6 +19,7 @@ from onepass.errors import UnsupportedError
 from onepass.geometry import tile_scheduler
 from onepass.geometry.integers import ceil_div
 from onepass.kernels.config import ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfigSm90
+from onepass.kernels.launch import backward_sm90 as launch
 from onepass.problem import AttentionProblem, Mask
 
 BITS = SimpleNamespace(width=16)
@@ -367,11 +368,17 @@ class Launch:
         problem, config, kernel, machine, rng = self.problem, self.config, self.kernel, self.machine, self.random
         found = modules()
         heads, batch = (problem.num_heads_kv, 1 if problem.is_packed else problem.batch)
-        section = rng.randint(1, heads * batch)
         blocks = None if problem.is_packed else ceil_div(problem.seqlen_k, config.tile_n)
+        packed = Packed(kernel, problem, self.lengths) if problem.is_packed else None
+        num_tiles = packed.num_tiles if packed else blocks * heads * batch
+        num_clusters = rng.randint(1, max(1, min(4, num_tiles)))
+        section, ring = rng.randint(1, heads * batch), None
+        if kernel.ring_lag:
+            ring = launch.tiles_in_ring(problem, config, num_clusters)
+            section = launch.heads_per_section(problem, config, num_clusters)
         order = (1, section) if kernel.has_ascending_end else (section,)
         schedule = found["blocks.tiles.schedule"].make_schedule(blocks, heads, batch, *order)
-        schedule = schedule._replace(tiles_in_ring=rng.randint(1, 3) if kernel.ring_lag else None)
+        schedule = schedule._replace(tiles_in_ring=ring)
         lengths = found["blocks.tiles.packed"].Lengths(None, None, self.used)
         stats = Rows("stats", 4 * STAT_ROWS * config.tile_m, self.are_prepared)
         stats.shape = (self.blocks_per_head * problem.num_heads_q * batch,)
@@ -409,11 +416,10 @@ class Launch:
             "tiled_mmas": found["sm90.backward.inputs"].Mmas(*(Slices(name) for name in ("s", "dp", "dv", "dk", "dq"))),
         }
         arguments = {name: given.get(name, MagicMock()) for name in inspect.signature(kernel.kernel).parameters}
-        schedule = Packed(kernel, problem, self.lengths) if problem.is_packed else schedule
+        schedule = packed or schedule
         sequences = found["blocks.tiles.schedule"].Sequences(
             problem.seqlen_q, problem.seqlen_k, problem.mask.window_left, problem.mask.window_right, lengths
         )
-        num_clusters = rng.randint(1, max(1, min(4, schedule.num_tiles)))
         lanes = {KEEPER_WARP: 2 * config.num_warpgroups} if kernel.is_deterministic else None
         machine.launch(
             functools.partial(kernel.kernel, **arguments),
@@ -497,6 +503,7 @@ def draw_config(rng, fixed):
     names = "pingpong", "longest_first", "dynamic_tiles", "descending_turns", "overlap_gradients", "heads_together"
     drawn = {name: flag() for name in (*names, "background_rows")}
     drawn |= {"q_stages": rng.choice((2, 3)), "do_stages": rng.choice((1, 2)), "ascending_mib": rng.choice((0, 1))}
+    drawn["ring_lag"] = rng.choice((0, 0, 1, 2))
     drawn |= {name: value for name, value in fixed.items() if name in BackwardConfigSm90.__dataclass_fields__}
     return BackwardConfigSm90(**drawn)
 
