@@ -22,6 +22,8 @@ from gpu_cases import (
 from gradient_cases import Loss, check_gradients, expected_gradients, gradients, inputs_of, loss_of, with_inputs
 from test_memory import LAYOUTS
 from test_packed import LENGTHS as PACKED_LENGTHS
+from test_packed import OPTIONS as PACKED_OPTIONS
+from test_packed import SEQUENCES as PACKED_SEQUENCES
 from test_random_calls import CASES as RANDOM_CASES
 from test_random_calls import MODIFIED as MODIFIED_CASES
 from test_values import GROUPS, OPTIONS, WINDOWS
@@ -344,25 +346,7 @@ def test_packed_lengths(case):
     check_gradients(case.call())
 
 
-@cases(
-    case((100, 0, 77, 140), (90, 20, 200, 140), dtype=dtype, **options)
-    for dtype, options in (
-        (FP16, {"heads": (3, 1), "head_dim": 128, "causal": True}),
-        (BF16, {"heads": (8, 2), "head_dim": 64, "sinks": True}),
-        (FP16, {"head_dim": 96, "softcap": 10.0, "window": (50, 7)}),
-        (BF16, {"head_dim": 192, "head_dim_v": 128, "causal": True}),
-        (FP16, {"head_dim": 40, "head_dim_v": 200, "window": (None, 3)}),
-        (BF16, {"head_dim": 256, "sinks": True, "causal": True, "softcap": 5.0, "slack": 1}),
-        (BF16, {"head_dim": 64, "softmax_scale": 1.0, "slack": 5}),
-        (BF16, {"head_dim": 128, "slack": 150, "causal": True}),
-        (BF16, {"head_dim": 128, "used": (0, 20, 131, 64)}),
-        (FP16, {"head_dim": 64, "used": (90, 0, 1, 65), "causal": True, "slack": 3, "heads": (4, 1)}),
-        (BF16, {"head_dim": 256, "used": (10, 3, 129, 140), "window": (20, 20), "sinks": True}),
-        (BF16, {"head_dim": 64, "window": (-10, 90), "heads": (4, 2), "slack": 2}),
-        (FP16, {"head_dim": 128, "window": (90, -10), "used": (90, 0, 131, 64)}),
-        (BF16, {"head_dim": 256, "window": (None, -30), "sinks": True}),
-    )
-)
+@cases(case(*PACKED_SEQUENCES, dtype=dtype, **options) for dtype, options in PACKED_OPTIONS)
 def test_packed_options(case):
     """Rows of no sequence (slack) and keys past seqused_k hold NaN in check_gradients, and have zero gradients."""
     check_gradients(case.call())

@@ -53,26 +53,27 @@ def test_lengths(case):
     check(case.call())
 
 
-@cases(
-    case((100, 0, 77, 140), (90, 20, 200, 140), dtype=dtype, **options)
-    for dtype, options in (
-        (FP16, {"heads": (3, 1), "head_dim": 128, "causal": True}),
-        (BF16, {"heads": (8, 2), "head_dim": 64, "sinks": True}),
-        (FP16, {"head_dim": 96, "softcap": 10.0, "window": (50, 7)}),
-        (BF16, {"head_dim": 192, "head_dim_v": 128, "causal": True}),
-        (FP16, {"head_dim": 40, "head_dim_v": 200, "window": (None, 3)}),
-        (BF16, {"head_dim": 256, "sinks": True, "causal": True, "softcap": 5.0}),
-        (BF16, {"head_dim": 8, "softmax_scale": 1.0, "slack": 5}),
-        (BF16, {"head_dim": 128, "slack": 150, "causal": True}),
-        (BF16, {"head_dim": 128, "used": (0, 20, 131, 64)}),
-        (FP16, {"head_dim": 64, "used": (90, 0, 1, 65), "causal": True, "slack": 3, "heads": (4, 1)}),
-        (BF16, {"head_dim": 256, "used": (10, 3, 129, 140), "window": (20, 20), "sinks": True}),
-        (BF16, {"head_dim": 64, "window": (-10, 90), "heads": (4, 2), "slack": 2}),
-        (FP16, {"head_dim": 128, "window": (90, -10), "used": (90, 0, 131, 64)}),
-        (BF16, {"head_dim": 256, "window": (-70, None), "sinks": True}),
-        (FP16, {"head_dim": 128, "window": (None, -30), "heads": (4, 1)}),
-    )
-)
+OPTIONS = [
+    (FP16, {"heads": (3, 1), "head_dim": 128, "causal": True}),
+    (BF16, {"heads": (8, 2), "head_dim": 64, "sinks": True}),
+    (FP16, {"head_dim": 96, "softcap": 10.0, "window": (50, 7)}),
+    (BF16, {"head_dim": 192, "head_dim_v": 128, "causal": True}),
+    (FP16, {"head_dim": 40, "head_dim_v": 200, "window": (None, 3)}),
+    (BF16, {"head_dim": 256, "sinks": True, "causal": True, "softcap": 5.0, "slack": 1}),
+    (BF16, {"head_dim": 8, "softmax_scale": 1.0, "slack": 5}),
+    (BF16, {"head_dim": 128, "slack": 150, "causal": True}),
+    (BF16, {"head_dim": 128, "used": (0, 20, 131, 64)}),
+    (FP16, {"head_dim": 64, "used": (90, 0, 1, 65), "causal": True, "slack": 3, "heads": (4, 1)}),
+    (BF16, {"head_dim": 256, "used": (10, 3, 129, 140), "window": (20, 20), "sinks": True}),
+    (BF16, {"head_dim": 64, "window": (-10, 90), "heads": (4, 2), "slack": 2}),
+    (FP16, {"head_dim": 128, "window": (90, -10), "used": (90, 0, 131, 64)}),
+    (BF16, {"head_dim": 256, "window": (-70, None), "sinks": True}),
+    (FP16, {"head_dim": 128, "window": (None, -30), "heads": (4, 1)}),
+]
+SEQUENCES = (100, 0, 77, 140), (90, 20, 200, 140)
+
+
+@cases(case(*SEQUENCES, dtype=dtype, **options) for dtype, options in OPTIONS)
 def test_options(case):
     check(case.call())
 
