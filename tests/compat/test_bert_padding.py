@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from onepass.compat.upstream.bert_padding import (
-    IndexFirstAxis,
-    IndexPutFirstAxis,
     index_first_axis,
     index_first_axis_residual,
     index_put_first_axis,
@@ -110,28 +108,3 @@ def test_gradients(dtype):
 def test_refusals(call, match):
     with pytest.raises(ValueError, match=match):
         call()
-
-
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (lambda: unpad_input((1,), MASK), "hidden_states"),
-        (lambda: unpad_input(torch.ones(3, 4, 2), (1,)), "attention_mask"),
-        (lambda: unpad_input(torch.ones(3, 4, 2), MASK, (1,)), "unused_mask"),
-        (lambda: unpad_input_for_concatenated_sequences((1,), MASK), "hidden_states"),
-        (lambda: unpad_input_for_concatenated_sequences(torch.ones(3, 4), (1,)), "attention_mask_in_length"),
-        (lambda: index_first_axis((1,), torch.tensor([0])), "input"),
-        (lambda: index_first_axis(torch.ones(3, 2), (0,)), "indices"),
-        (lambda: pad_input((1,), torch.tensor([0]), 1, 4), "values"),
-        (lambda: pad_input(torch.ones(3, 2), (0,), 1, 4), "indices"),
-    ],
-)
-def test_what_is_no_tensor_is_refused_by_its_name(call, name):
-    with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor"):
-        call()
-
-
-def test_names_of_autograd_functions():
-    x, indices = hidden_states(4, 2), torch.tensor([3, 1])
-    assert torch.equal(IndexFirstAxis.apply(x, indices), x[[3, 1]])
-    assert torch.equal(IndexPutFirstAxis.apply(x[:2], indices, 4)[[3, 1]], x[:2])

@@ -261,6 +261,11 @@ def test_rows_past_the_last_offset_have_no_descale():
         ("fa3 func, e4m3", {"k": e4m3(randn(2, 9, 4, 8, seed=1))}, ValueError, "q: .* divisible by the 4 heads of"),
         ("fa3 func, e4m3", {"k_descale": torch.ones(3, 2)}, ValueError, r"k_descale: expected shape \(2, 3\), one for"),
         ("fa3 varlen, e4m3", {"v_descale": torch.ones(2, 3).int()}, TypeError, "v_descale: expected"),
+        ("fa3 kvcache, e4m3", {"q_descale": 1.0}, TypeError, "q_descale: expected a float32 torch.Tensor, got float"),
+        ("fa3 func", {"q_descale": torch.ones(2, 3)}, NotImplementedError, "q_descale: .* only e4m3 tensors have"),
+        ("fa3 varlen", {"cu_seqlens_k": int32(0, 18)}, ValueError, "k: expected 2 sequences like q, got 1"),
+        ("fa3 varlen", {"cu_seqlens_q": OFFSETS_Q[:0]}, ValueError, r"cu_seqlens_q: expected shape \(batch \+ 1,\)"),
+        ("fa4 func", {"score_mod": print}, NotImplementedError, "score_mod: expected None, .* another library's"),
     ],
 )
 def test_refusals_of_one_function(name, changes, error, match):

@@ -251,27 +251,6 @@ def test_an_e4m3_cache_of_which_some_queries_exist(is_packed):
         assert not out[b, count:].any()
 
 
-def test_what_calls_beside_a_cache_refuse_of_their_lengths():
-    q, k, v = qkv()
-    with pytest.raises(TypeError, match=r"seqused_k: expected an int32 torch\.Tensor, got list"):
-        fa3.flash_attn_varlen_func(q, k, v, None, None, 7, 10, attention_chunk=3, seqused_k=[1])
-    with pytest.raises(ValueError, match="q: expected 4 dimensions"):
-        fa3.flash_attn_func(*(torch.ones(3).to(E4M3) for _ in range(3)))
-    tensors = [t.to(E4M3) for t in qkv(heads_q=3)]
-    for chunk in (0, 2):
-        with pytest.raises(
-            ValueError, match="q: expected a number of heads divisible by the 2 heads of k and v, got 3"
-        ):
-            fa3.flash_attn_func(*tensors, attention_chunk=chunk, q_descale=torch.ones(2, 2))
-
-
-def test_a_flag_of_numpy():
-    numpy = pytest.importorskip("numpy")
-    q, k, v = qkv()
-    for flag in (numpy.True_, numpy.bool_(False)):
-        fa3.flash_attn_func(q, k, v, pack_gqa=flag)
-
-
 @pytest.mark.parametrize("theirs", [{}, {"causal": True}, {"attention_chunk": 5}])
 @pytest.mark.parametrize("has_descales", [False, True])
 def test_e4m3(theirs, has_descales):
@@ -291,28 +270,6 @@ def test_e4m3(theirs, has_descales):
     torch.testing.assert_close(lse.double(), expected.lse, atol=0.05, rtol=0)
     with pytest.raises(NotImplementedError, match="e4m3 tensors has no backward"):
         out.float().sum().backward()
-
-
-@pytest.mark.parametrize("theirs", [{}, {"attention_chunk": 5}])
-@pytest.mark.parametrize(
-    ("descale", "error", "match"),
-    [
-        (
-            torch.ones(2, 4),
-            ValueError,
-            r"expected shape \(2, 2\), one for each kv head of each batch entry, got \(2, 4\)",
-        ),
-        (torch.ones(2, 2, dtype=DTYPE), TypeError, "expected dtype float32, got float64"),
-        (1.0, TypeError, "expected a float32 torch.Tensor, got float"),
-    ],
-)
-@pytest.mark.parametrize("name", DESCALES.split())
-def test_bad_descales(theirs, name, descale, error, match):
-    tensors = [t.to(E4M3) for t in qkv()]
-    with pytest.raises(error, match=f"^{name}: {match}"):
-        fa3.flash_attn_func(*tensors, **theirs, **{name: descale})
-    with pytest.raises(error, match=f"^{name}: {match}"):
-        fa3.flash_attn_with_kvcache(*tensors, **theirs, **{name: descale})
 
 
 @pytest.mark.parametrize("chunk", [None, 5])

@@ -11,11 +11,9 @@ from flash_attn_3_cases import (
     OFFSETS_K,
     OFFSETS_Q,
     OPTIONS,
-    USED_Q,
     cache,
     descales,
     oracle,
-    qkv,
     randn,
     real,
 )
@@ -379,13 +377,6 @@ def test_rows_for_pages_that_do_not_exist_are_dropped():
         assert torch.equal(c, expected)
 
 
-@pytest.mark.parametrize("num_splits", [-1, 0, 1000])
-def test_any_number_of_splits(num_splits):
-    q, k, v = qkv(seqlen_q=1)
-    expected = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=9)
-    torch.testing.assert_close(fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=9, num_splits=num_splits), expected)
-
-
 @pytest.mark.parametrize("leading", [(2, 5), (7,)])
 def test_combine(leading):
     outs, lses = randn(3, *leading, 4, 8).float(), randn(3, *leading, 4).float()
@@ -417,43 +408,6 @@ def test_scheduler_metadata_is_empty():
     metadata = fa3.get_scheduler_metadata(3, 1, 14, 4, 2, 8, FILLED, torch.bfloat16, num_splits=0)
     assert metadata.numel() == 0
     assert metadata.dtype == INT32
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "match"),
-    [
-        ({"qv": torch.ones(2)}, NotImplementedError, "qv: expected None, got a tensor"),
-        ({"q_descale": torch.ones(2, 2)}, NotImplementedError, "q_descale: .* only e4m3 tensors have descales"),
-        ({"attention_chunk": -1}, ValueError, "attention_chunk: expected at least 0"),
-        ({"num_splits": "2"}, TypeError, "num_splits: expected an int"),
-        ({"pack_gqa": 1}, TypeError, "pack_gqa: expected a bool or None"),
-        ({"sm_margin": -1}, ValueError, "sm_margin: expected at least 0"),
-        ({"window_size": (1.5, 0)}, TypeError, "window_size: expected an int"),
-        ({"k": torch.ones(2, 10, 2, 4)}, TypeError, "k: expected dtype float64 like q"),
-    ],
-)
-def test_refusals(changes, error, match):
-    with pytest.raises(error, match=match):
-        fa3.flash_attn_func(**(dict(zip("qkv", qkv(), strict=True)) | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "match"),
-    [
-        ({"cu_seqlens_q": OFFSETS_Q.long()}, TypeError, "cu_seqlens_q: expected dtype int32"),
-        ({"cu_seqlens_k": OFFSETS_K[:2]}, ValueError, "k: expected 2 sequences like q, got 1"),
-        ({"cu_seqlens_q": OFFSETS_Q[:0]}, ValueError, r"cu_seqlens_q: expected shape \(batch \+ 1,\), got \(0,\)"),
-        ({"cu_seqlens_k": OFFSETS_K[:0]}, ValueError, r"cu_seqlens_k: expected shape \(batch \+ 1,\), got \(0,\)"),
-        ({"seqused_q": USED_Q[:1]}, ValueError, r"seqused_q: expected shape \(2,\)"),
-        ({"q": torch.ones(1, 12, 4, 8, dtype=DTYPE)}, ValueError, r"q: expected shape \(total_tokens"),
-        ({"max_seqlen_q": 1.5}, TypeError, "max_seqlen_q: expected an int"),
-    ],
-)
-def test_packed_refusals(changes, error, match):
-    tensors = {"q": randn(12, 4, 8), "k": randn(19, 2, 8), "v": randn(19, 2, 8)}
-    lengths = {"cu_seqlens_q": OFFSETS_Q, "cu_seqlens_k": OFFSETS_K, "max_seqlen_q": 7, "max_seqlen_k": 10}
-    with pytest.raises(error, match=match):
-        fa3.flash_attn_varlen_func(**(tensors | lengths | changes))
 
 
 @pytest.mark.parametrize(

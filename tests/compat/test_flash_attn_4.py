@@ -290,25 +290,6 @@ def test_scheduler_metadata():
         fa4.get_scheduler_metadata(*arguments, 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "match"),
-    [
-        ({"qv": torch.ones(2)}, NotImplementedError, "qv: expected None, got a tensor"),
-        ({"gather_kv_indices": torch.ones(2)}, NotImplementedError, "gather_kv_indices: expected None"),
-        ({"score_mod": print}, NotImplementedError, "score_mod: expected None, got <built-in .* another library's"),
-        ({"mask_mod": print}, NotImplementedError, "mask_mod: expected None"),
-        ({"block_sparse_tensors": ()}, NotImplementedError, "block_sparse_tensors: expected None"),
-        ({"window_size": (1.5, 0)}, TypeError, "window_size: expected an int"),
-        ({"window_size": 3}, TypeError, "window_size: expected a pair"),
-        ({"learnable_sink": torch.ones(3)}, ValueError, r"learnable_sink: expected shape \(4,\)"),
-        ({"return_lse": 1}, TypeError, "return_lse: expected a bool"),
-    ],
-)
-def test_refusals(changes, error, match):
-    with pytest.raises(error, match=match):
-        fa4.flash_attn_func(**(dict(zip("qkv", qkv(), strict=True)) | changes))
-
-
 def test_refusals_of_pages():
     pages = [randn(3, 5, 2, 8, seed=s) for s in (1, 2)]
     call = {"q": randn(2, 1, 4, 8), "k": pages[0], "v": pages[1], "page_table": torch.tensor([[2], [0]], dtype=INT32)}

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from onepass import reference
-from onepass.compat import cached, flash_attn, flash_attn_3, flash_attn_4
+from onepass.compat import flash_attn, flash_attn_3, flash_attn_4
 from onepass.geometry import philox
-from onepass.geometry.splits import MAX_SPLITS
 
 DTYPE = torch.float64
 
@@ -291,18 +290,6 @@ def test_dropout_and_left_padding_over_a_block_table():
     assert out.isfinite().all()
 
 
-def test_dropout_follows_torch_manual_seed():
-    tensors = qkv()
-
-    def call():
-        torch.manual_seed(3)
-        return flash_attn.flash_attn_func(*tensors, 0.3)
-
-    first = call()
-    assert torch.equal(first, call())
-    assert not torch.equal(first, flash_attn.flash_attn_func(*tensors, 0.3))
-
-
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 FILLED = torch.tensor([8, 3, 5], dtype=torch.int32)
@@ -428,28 +415,6 @@ def test_kvcache_picks_rows_of_a_block_table():
         flash_attn.flash_attn_with_kvcache(
             q, *caches, cache_seqlens=lengths, cache_batch_idx=picked + 1, block_table=table
         )
-
-
-@pytest.mark.parametrize("lengths", [torch.tensor([3, 7], dtype=torch.int32), 7])
-@pytest.mark.parametrize("seqlen_new", [0, 2])
-def test_lengths_beyond_a_block_table_are_a_runtime_error(seqlen_new, lengths):
-    caches = [randn(6, 3, 2, 8, seed=i) for i in (1, 2)]
-    before = [c.clone() for c in caches]
-    new = [randn(2, seqlen_new, 2, 8)] * 2 if seqlen_new else [None, None]
-    table = torch.arange(4, dtype=torch.int32).view(2, 2)
-    with pytest.raises(
-        RuntimeError, match=f"cache_seqlens: expected at most {6 - seqlen_new}, .* block_table .* got 7"
-    ):
-        flash_attn.flash_attn_with_kvcache(randn(2, 1, 4, 8), *caches, *new, cache_seqlens=lengths, block_table=table)
-    with pytest.raises(RuntimeError, match=f"expected at most {6 - seqlen_new}, .* got {7 - seqlen_new}"):
-        flash_attn.flash_attn_with_kvcache(
-            randn(2, 1, 4, 8), *caches, *new, cache_seqlens=lengths - seqlen_new, block_table=table
-        )
-    last = flash_attn.flash_attn_with_kvcache(
-        randn(2, 1, 4, 8), *caches, *[None] * 2, cache_seqlens=lengths - 1, block_table=table
-    )
-    assert last.isfinite().all()
-    assert all(torch.equal(c, b) for c, b in zip(caches, before, strict=True))
 
 
 # --- calls without a backward -----------------------------------------------------------------------------------------
@@ -609,28 +574,6 @@ def test_names_of_autograd_functions(name):
         for a, b in zip(found, function(*given, *options, *rest), strict=True):
             assert torch.equal(a, b)
         assert found[0].requires_grad == is_recorded
-
-
-def test_maybe_contiguous():
-    x = randn(2, 3, 4)
-    assert flash_attn.maybe_contiguous(x) is x
-    assert flash_attn.maybe_contiguous(None) is None
-    assert flash_attn.maybe_contiguous(x.mT).is_contiguous()
-    assert flash_attn.maybe_contiguous(x[0].mT).is_contiguous()  # its first stride is 1, not the last one
-
-
-@pytest.mark.parametrize(("given", "passed"), [(0, None), (-3, None), (1, 1), (7, 7), (10**6, MAX_SPLITS)])
-def test_how_many_splits_are_asked_for(given, passed, monkeypatch):
-    asked = []
-
-    def decode(*tensors, num_splits, real=cached.attention_decode, **options):
-        asked.append(num_splits)
-        return real(*tensors, num_splits=num_splits, **options)
-
-    monkeypatch.setattr(cached, "attention_decode", decode)
-    q, cache = randn(2, 1, 4, 8), randn(2, 9, 2, 8)
-    flash_attn_3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=5, num_splits=given)
-    assert asked == [passed]
 
 
 NO_OPTION = [{"softcap": -1.0}, {"softcap": 0}, {"window_size": (-7, -2)}]
