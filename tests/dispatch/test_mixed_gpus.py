@@ -167,5 +167,5 @@ def test_what_a_call_prepares_is_for_its_tensors_gpu(gpus, monkeypatch):
     assert names == ["GPU 0", "GPU 1"]
     assert [request[2] for request in requests] == ["sm_90a"]
     assert prepared[1].arch == "sm_86"
-    assert prepared[0].num_ctas <= 100
+    assert prepared[0].constants["num_ctas"] <= 100
     assert "cuda:" not in repr(requests[0][1])

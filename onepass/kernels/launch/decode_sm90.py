@@ -27,8 +27,6 @@ from .arguments import (
     descale_arguments,
     forward_sm90_arguments,
     is_aligned,
-    score_scales,
-    window_bounds,
 )
 from .decode import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
 from .forward_sm90 import ARCH, persistent_grid, tile_counter, trace
@@ -109,12 +107,10 @@ class Launch(DecodeLaunch):
     def __init__(self, problem: DecodeProblem, config: ForwardConfigSm90, plan: SplitPlan, num_sms: int):
         super().__init__(problem, config, ARCH, plan)
         attention = problem.attention
-        self.scale_log2, self.tanh_scale = score_scales(attention)
-        self.window_left, self.window_right = window_bounds(attention)
         # the order of tiles takes splits for batch entries, or for heads of packed sequences
         names = ("num_heads_q", "num_heads_kv") if attention.is_packed else ("batch",)
         times = {name: getattr(attention, name) * plan.num_splits for name in names}
-        self.heads_per_section, self.num_ctas = persistent_grid(replace(attention, **times), config, num_sms)
+        self.constants |= persistent_grid(replace(attention, **times), config, num_sms)
         self._forward: Callable | None = None
 
     def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
@@ -142,17 +138,10 @@ class Launch(DecodeLaunch):
                 seqused_k=inputs.cache_seqlens.contiguous(),
                 k_scale=k_descale,
                 v_scale=v_descale,
-                scale_log2=self.scale_log2,
-                tanh_scale=self.tanh_scale,
-                window_left=self.window_left,
-                window_right=self.window_right,
                 counter=tile_counter(q.get_device()) if self.config.dynamic_tiles else None,
-                heads_per_section=self.heads_per_section,
-                num_ctas=self.num_ctas,
                 page_table=page_table_of(inputs),
                 added_k=inputs.seqlen_new,
-                num_splits=self.num_splits_argument,
-                split_blocks=self.split_blocks,
+                **self.constants,
             )
         )
 

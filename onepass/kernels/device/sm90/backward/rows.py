@@ -197,11 +197,11 @@ class Stage(NamedTuple):
 class BackgroundRows(Untraced):
     """The work of one warp on query rows."""
 
-    def __init__(self, kernel, tensors: RowTensors, sources, accumulator, progress, scales, seqlens, schedule):
-        """Args: scales: softmax_scale, and Scores. schedule: the order of tiles of keys."""
+    def __init__(self, kernel, tensors: RowTensors, sources, accumulator, progress, scores, seqlens, schedule):
+        """Args: scores: a ScoreArguments. schedule: the order of tiles of keys."""
         self.kernel, self.tensors, self.sources = kernel, tensors, sources
         self.accumulator, self.progress, self.seqlens, self.schedule = accumulator, progress, seqlens, schedule
-        self.softmax_scale, self.scores = scales
+        self.softmax_scale, self.scores = scores.softmax_scale, scores.scores
 
     @property
     def num_blocks(self) -> Int32:
