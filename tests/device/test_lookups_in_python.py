@@ -385,7 +385,7 @@ def test_gradients_of_a_pair_with_dropout(device, monkeypatch, factor):
     products = {"q": Float(0.5), "dout": Float(-3.0)}
     monkeypatch.setattr(device.repair, "dot", lambda a, b, vector_bytes: products[a])
     pairs = SimpleNamespace(score=lambda score, other: score + other, keep_factor=lambda other: factor)
-    given = "q", "k", "dout", "v", Float(-1.0), Float(0.75), 2.0, None
+    given = "q", "k", "dout", "v", Float(-1.0), Float(0.75), SimpleNamespace(scale_log2=2.0, tanh_scale=None)
     gradient = device.repair._gradient_of_score.__wrapped__
     p = 2.0 ** ((0.5 + 0.25) * 2.0 - 1.0)
     assert gradient(*given, True, 16, pairs, 0.25) == pytest.approx(p if factor else 0.0)

@@ -270,13 +270,13 @@ class Postprocess(RowsKernel):
         mQ, mdO, dq = (at_head(t, t, head, origin_q, packed) for t in (sources.q, sources.dout, mdQ))
         mK, mV = (at_head(t, t, head // self.group, origin_k, packed) for t in (sources.k, sources.v))
         first_block = number - block_rows.position // self.tile_m
-        rows = (mQ, mdO, mK, mV, cute.domain_offset((first_block, 0), again.stats))
+        rows = SourceTensors(mQ, mK, mV, mdO), cute.domain_offset((first_block, 0), again.stats)
         modifiers, place = again.scores.modifiers(), None
         if cutlass.const_expr(modifiers is not None):
             place = place_of(head, origin_q, sequence, geometry, packed)
         for i in cutlass.range(16, unroll=1):
             if repair_gradients.has_nan(ballots, i):
                 query = block_rows.position + first_row + i
-                scales = (*again.scores.scores, softmax_scale)
+                scales = (again.scores.scores, softmax_scale)
                 more = (self.vector_bytes, modifiers, place)
                 repair_gradients.recompute_dq(dq, query, *rows, geometry, *scales, *more)

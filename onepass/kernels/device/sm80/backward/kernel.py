@@ -72,7 +72,7 @@ class BackwardSm80(KeyTiles):
         config.check(problem, arch)
         self.config, self.dtype = config, dtype
         self.group = problem.qhead_per_kvhead
-        self.tile_m, self.tile_n = config.tile_m, config.tile_n
+        self.tile_m, self.tile_n, self.vector_bytes = config.tile_m, config.tile_n, config.vector_bytes
         self.head_dims = problem.head_dim, problem.head_dim_v  # columns of the tensors
         self.head_dim, self.head_dim_v = config.head_dims(problem)  # columns of the tiles
         self.p_in_registers = config.keeps_p(problem)

@@ -265,8 +265,8 @@ class Warps(Untraced):
                 if cutlass.const_expr(self.kernel.is_split):
                     low = maximum(low, tile.blocks.first * self.config.block_keys)
                     high = minimum(high, tile.blocks.last * self.config.block_keys)
-                scales = (self.scores.scale_log2, self.scores.tanh_scale)
-                row_arguments = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, reference, weight)
+                q, out = mQ[position, None], mO[position, None]
+                row_arguments = (q, mK, mV, out, low, high, self.scores, reference, weight)
                 if cutlass.const_expr(self.kernel.has_e4m3_cache):
                     e4m3_rows.recompute_row(*row_arguments, self.descales, pairs)
                 else:
