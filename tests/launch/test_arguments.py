@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from onepass.kernels import arguments
-from onepass.kernels.launch.arguments import forward_sm90_arguments
+from onepass.kernels.launch.arguments import in_order
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
@@ -45,7 +45,9 @@ def test_every_list_of_arguments_belongs_to_a_kernel():
 
 
 def test_in_order_is_the_named_tuple_itself():
-    made = arguments.ForwardSm90Arguments(1, 2, 3, 4, 5, seqused_k=6, num_ctas=7)
-    assert forward_sm90_arguments(1, 2, 3, 4, 5, seqused_k=6, num_ctas=7) == tuple(made)
+    made = arguments.ForwardSm90Arguments(1, 2, 3, 4, 5, seqused_k=6, num_ctas=7, window_left=8)
+    make = in_order(arguments.ForwardSm90Arguments, {"num_ctas": 7, "window_left": 9})
+    assert make(1, 2, 3, 4, 5, seqused_k=6, window_left=8) == tuple(made)
+    assert in_order(arguments.ForwardSm90Arguments, {})(1, 2, 3, 4, 5) == arguments.ForwardSm90Arguments(1, 2, 3, 4, 5)
     with pytest.raises(TypeError, match="lse"):
-        forward_sm90_arguments(1, 2, 3, 4)
+        make(1, 2, 3, 4)

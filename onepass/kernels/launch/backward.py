@@ -185,7 +185,7 @@ class BackwardLaunch:
                 lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
                 window = self.numbers["window_left"], self.numbers["window_right"]
                 bounds = query_bounds.launch(self.query_bounds, problem, config, given, window, *lengths)
-            sources["modifiers"] = given._replace(**modifiers.backward_arguments(problem, bounds, terms))
+            sources["modifiers"] = modifiers.backward_arguments(problem, given, bounds, terms)
         shared: dict[str, Any] = {
             "dq_accum": dq_accum,
             "cu_seqlens_q": cu_seqlens_q,

@@ -72,7 +72,7 @@ class DecodeLaunch(ABC):
     def __init__(self, problem: DecodeProblem, config: LaunchConfig, arch: str, plan: SplitPlan):
         self.problem, self.config, self.arch = problem, config, arch
         self.num_splits, self.is_split = plan.num_splits, plan.is_split
-        self.constants: dict[str, Any] = score_arguments(problem.attention)
+        self.constants = score_arguments(problem.attention)
         if plan.is_split:
             self.constants |= {"num_splits": plan.num_splits, "split_blocks": plan.split_blocks}
         self._merge: Callable | None = None

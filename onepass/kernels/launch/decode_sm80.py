@@ -31,7 +31,7 @@ from .arguments import (
     element_type,
     fake_integers,
     fake_tensor,
-    forward_sm80_arguments,
+    in_order,
     shared_stand_ins,
     strided_tensor,
     traced,
@@ -99,7 +99,7 @@ class Launch(DecodeLaunch):
 
     def __init__(self, problem: DecodeProblem, config: ForwardConfigSm80, arch: str, plan: SplitPlan):
         super().__init__(problem, config, arch, plan)
-        self.constants |= grid(problem.attention, config)
+        self.in_order = in_order(ForwardSm80Arguments, self.constants | grid(problem.attention, config))
         self._forwards: dict[int, Callable] = {}  # by the bytes of a copy
 
     def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
@@ -153,7 +153,7 @@ class Launch(DecodeLaunch):
     ) -> tuple:
         """The values of `ForwardSm80Arguments`, with the given tensors instead of those of `inputs`."""
         k_descale, v_descale, kv_block = descale_arguments(self.problem, inputs)
-        return forward_sm80_arguments(
+        return self.in_order(
             q,
             k_cache,
             v_cache,
@@ -168,7 +168,6 @@ class Launch(DecodeLaunch):
             k_descale=k_descale,
             v_descale=v_descale,
             kv_block=kv_block,
-            **self.constants,
         )
 
     def kernel(self, aligned_to: int) -> Callable:

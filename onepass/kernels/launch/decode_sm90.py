@@ -17,6 +17,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...geometry.splits import BY_LENGTH
 from ...problem.decode import DecodeInputs, DecodeProblem
+from ..arguments import ForwardSm90Arguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import ForwardConfigSm90
@@ -25,7 +26,7 @@ from . import decode as decode_launch
 from .arguments import (
     aligned,
     descale_arguments,
-    forward_sm90_arguments,
+    in_order,
     is_aligned,
 )
 from .decode import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
@@ -110,7 +111,8 @@ class Launch(DecodeLaunch):
         # the order of tiles takes splits for batch entries, or for heads of packed sequences
         names = ("num_heads_q", "num_heads_kv") if attention.is_packed else ("batch",)
         times = {name: getattr(attention, name) * plan.num_splits for name in names}
-        self.constants |= persistent_grid(replace(attention, **times), config, num_sms)
+        grid = persistent_grid(replace(attention, **times), config, num_sms)
+        self.in_order = in_order(ForwardSm90Arguments, self.constants | grid)
         self._forward: Callable | None = None
 
     def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
@@ -127,7 +129,7 @@ class Launch(DecodeLaunch):
             self._forward = compile.get(*self.forward_request(inputs)[1])
         k_descale, v_descale, _ = descale_arguments(self.problem, inputs)
         self._forward(
-            *forward_sm90_arguments(
+            *self.in_order(
                 aligned(q),
                 inputs.k_cache,
                 inputs.v_cache,
@@ -141,7 +143,6 @@ class Launch(DecodeLaunch):
                 counter=tile_counter(q.get_device()) if self.config.dynamic_tiles else None,
                 page_table=page_table_of(inputs),
                 added_k=inputs.seqlen_new,
-                **self.constants,
             )
         )
 

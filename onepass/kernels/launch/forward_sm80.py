@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from . import modifiers
 from .arguments import (
     element_type,
     fake_tensor,
-    forward_sm80_arguments,
+    in_order,
     score_arguments,
     shared_stand_ins,
     traced,
@@ -71,7 +70,8 @@ def prepare(
     arch = arch_of(device)
     if config is None:
         config = tuned.refined(heuristics.forward_config_sm80(problem, arch), "fwd", "sm80", problem, arch, device)
-    return Launch(problem, config, arch, score_arguments(problem) | grid(problem, config))
+    constants = score_arguments(problem) | grid(problem, config)
+    return Launch(problem, config, arch, in_order(ForwardSm80Arguments, constants))
 
 
 def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> dict[str, int]:
@@ -104,18 +104,22 @@ def compile_request(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
 
 @dataclass(frozen=True)
 class Launch:
-    """The arguments that all calls of one problem have in common, by name. The tensors' alignment picks the kernel."""
+    """What makes the arguments of one problem's calls. The alignment of the tensors picks the kernel.
+
+    Attributes:
+        in_order: `arguments.in_order` with what all calls have in common.
+    """
 
     problem: AttentionProblem
     config: ForwardConfigSm80
     arch: str
-    constants: dict[str, Any]
+    in_order: Callable[..., tuple]
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
         q, k, v = with_rows(inputs.q), with_rows(inputs.k), with_rows(inputs.v)
         sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs[3:7]
-        arguments = forward_sm80_arguments(
+        arguments = self.in_order(
             q,
             k,
             v,
@@ -126,7 +130,6 @@ class Launch:
             cu_seqlens_k=None if cu_seqlens_k is None else cu_seqlens_k.contiguous(),
             seqused_k=None if seqused_k is None else seqused_k.contiguous(),
             modifiers=None if inputs.modifiers is None else modifiers.arguments_of(self.problem, inputs.modifiers),
-            **self.constants,
         )
         kernel_of(self.problem, self.config, self.arch, vector_bytes(q, k, v, out))(*arguments)
         return out, lse

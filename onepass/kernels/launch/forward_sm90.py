@@ -27,7 +27,7 @@ from .arguments import (
     aligned,
     element_type,
     fake_tensor,
-    forward_sm90_arguments,
+    in_order,
     is_aligned,
     score_arguments,
     shared_stand_ins,
@@ -95,7 +95,8 @@ def prepare(
         config.check(problem)  # gradients, which are not known before, may refuse it
     kernel = compile.get(*compile_request(problem, config))
     grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
-    return Launch(problem, kernel, score_arguments(problem) | grid, config.dynamic_tiles, config.transposes_v)
+    arguments = in_order(ForwardSm90Arguments, score_arguments(problem) | grid)
+    return Launch(problem, kernel, arguments, config.dynamic_tiles, config.transposes_v)
 
 
 def persistent_grid(problem: AttentionProblem, config: ForwardConfigSm90, num_sms: int) -> dict[str, int]:
@@ -157,11 +158,15 @@ NO_SCALES = KernelScales(None, None, None, None)
 
 @dataclass(frozen=True)
 class Launch:
-    """The kernel of one problem, and the arguments that all its calls have in common, by name."""
+    """The kernel of one problem, and what makes its arguments.
+
+    Attributes:
+        in_order: `arguments.in_order` with what all calls have in common.
+    """
 
     problem: AttentionProblem
     kernel: Callable
-    constants: dict[str, Any]
+    in_order: Callable[..., tuple]
     is_dynamic: bool
     transposes_v: bool
 
@@ -206,7 +211,7 @@ class Launch:
         sinks, cu_seqlens_q, cu_seqlens_k = inputs.sinks, inputs.cu_seqlens_q, inputs.cu_seqlens_k
         seqused_k = inputs.seqused_k
         self.kernel(
-            *forward_sm90_arguments(
+            *self.in_order(
                 q,
                 k,
                 v,
@@ -220,7 +225,6 @@ class Launch:
                 *scales,
                 modifiers=None if inputs.modifiers is None else modifiers.arguments_of(self.problem, inputs.modifiers),
                 counter=tile_counter(q.get_device()) if self.is_dynamic else None,
-                **self.constants,
             )
         )
 

@@ -24,29 +24,31 @@ def entries_of(problem: AttentionProblem) -> int:
 
 def arguments_of(problem: AttentionProblem, given: Modifiers | None) -> ModifierTensors | None:
     """The modifiers of a call as a forward kernel gets them."""
-    if given is None or not problem.has_modifiers:
+    if given is None:
         return None
-    found: dict[str, Any] = {"starts": given.seqstart_k}
     entries = entries_of(problem)
-    if given.key_ranges is not None:
-        ranges = given.key_ranges[None] if problem.is_packed else given.key_ranges
-        found["ranges"] = ranges.expand(entries, problem.num_heads_q, -1, -1).permute(2, 3, 1, 0)
-    if given.q_positions is not None:
-        positions = given.q_positions if given.q_positions.dim() == 2 else given.q_positions[None]
-        found["positions"] = positions.expand(entries, -1).t()
-    if given.alibi_slopes is not None:
-        found["slopes"] = given.alibi_slopes.expand(problem.batch, -1).t()
-    if given.bias is not None:
-        found["bias"] = expanded_bias(problem, given.bias.to(kernel_dtype(given.bias.dtype)))
+    ranges, positions, slopes, bias = given.key_ranges, given.q_positions, given.alibi_slopes, given.bias
+    if ranges is not None:
+        ranges = ranges[None] if problem.is_packed else ranges
+        ranges = ranges.expand(entries, problem.num_heads_q, -1, -1).permute(2, 3, 1, 0)
+    if positions is not None:
+        positions = (positions if positions.dim() == 2 else positions[None]).expand(entries, -1).t()
+    if slopes is not None:
+        slopes = slopes.expand(problem.batch, -1).t()
+    if bias is not None:
+        bias = expanded_bias(problem, bias.to(kernel_dtype(bias.dtype)))
+    dropout: dict[str, Any] = {}
     if problem.dropout_p > 0:
         assert given.dropout_state is not None
-        found["dropout_state"] = given.dropout_state.view(torch.int32)
-        found["keep_bytes"] = philox.keep_bytes(problem.dropout_p)
-        found["keep_scale"] = philox.keep_scale(problem.dropout_p)
-        found |= {"first_head": problem.first_head, "all_heads": problem.all_heads or problem.num_heads_q}
-    if problem.adds_terms:
-        found["term_scale"] = term_scale(problem)
-    return ModifierTensors(**found)
+        dropout = {
+            "dropout_state": given.dropout_state.view(torch.int32),
+            "keep_bytes": philox.keep_bytes(problem.dropout_p),
+            "keep_scale": philox.keep_scale(problem.dropout_p),
+            "first_head": problem.first_head,
+            "all_heads": problem.all_heads or problem.num_heads_q,
+        }
+    scale = term_scale(problem) if problem.adds_terms else None
+    return ModifierTensors(ranges, positions, given.seqstart_k, slopes, bias, term_scale=scale, **dropout)
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -98,19 +100,23 @@ def gradients_of_terms(problem: AttentionProblem, config: BackwardConfig, inputs
     return TermGradients(slopes, bias)
 
 
-def backward_arguments(problem: AttentionProblem, bounds: Tensor | None, terms: TermGradients) -> dict[str, Any]:
-    """The fields of `ModifierTensors` that a backward has besides those of `arguments_of`.
+def backward_arguments(
+    problem: AttentionProblem, given: ModifierTensors, bounds: Tensor | None, terms: TermGradients
+) -> ModifierTensors:
+    """The modifiers of a call as a backward kernel gets them.
 
-    Args: bounds: with intervals, what `query_bounds.launch` returns.
+    Args:
+        given: what `arguments_of` returns.
+        bounds: with intervals, what `query_bounds.launch` returns.
     """
-    found: dict[str, Any] = {"bounds": bounds}
-    if terms.slopes is not None:
-        found["dslopes"] = terms.slopes.permute(2, 1, 0)
-    if terms.bias is not None:
-        by_entry = terms.bias[None] if problem.is_packed else terms.bias
-        by_pair = problem.deterministic
-        found["dbias"] = by_entry.permute(2, 3, 1, 0) if by_pair else expanded_bias(problem, terms.bias)
-    return found
+    slopes, bias = terms
+    if slopes is not None:
+        slopes = slopes.permute(2, 1, 0)
+    if bias is not None and problem.deterministic:
+        bias = (bias[None] if problem.is_packed else bias).permute(2, 3, 1, 0)
+    elif bias is not None:
+        bias = expanded_bias(problem, bias)
+    return ModifierTensors(*given[:-3], bounds, slopes, bias)
 
 
 def finished(problem: AttentionProblem, inputs: Inputs, terms: TermGradients) -> tuple[Tensor | None, Tensor | None]:
