@@ -101,15 +101,16 @@ class Preprocess(RowsKernel):
 
     @takes(PreprocessArguments)
     def __call__(self, a: PreprocessArguments, stream: cuda.CUstream):
+        out, dout, lse, dlse = a[:4]
         if cutlass.const_expr(self.is_packed):
-            a = a._replace(**{name: as_batch_of_one(getattr(a, name)) for name in ("out", "dout", "lse")})
-            a = a._replace(dlse=None if cutlass.const_expr(a.dlse is None) else as_batch_of_one(a.dlse))
-        batch, _, num_heads, _ = a.out.shape
+            out, dout, lse = (as_batch_of_one(t) for t in (out, dout, lse))
+            dlse = None if cutlass.const_expr(dlse is None) else as_batch_of_one(dlse)
+        batch, _, num_heads, _ = out.shape
         self.kernel(
-            rows_first(a.out),
-            rows_first(a.dout),
-            rows_first_of_lse(a.lse),
-            None if cutlass.const_expr(a.dlse is None) else rows_first_of_lse(a.dlse),
+            rows_first(out),
+            rows_first(dout),
+            rows_first_of_lse(lse),
+            None if cutlass.const_expr(dlse is None) else rows_first_of_lse(dlse),
             a.stats,
             a.dq_accum,
             a.cu_seqlens_q,
@@ -277,6 +278,6 @@ class Postprocess(RowsKernel):
         for i in cutlass.range(16, unroll=1):
             if repair_gradients.has_nan(ballots, i):
                 query = block_rows.position + first_row + i
-                scales = (again.scores.scores, softmax_scale)
+                scales = (again.scores.scales, softmax_scale)
                 more = (self.vector_bytes, modifiers, place)
                 repair_gradients.recompute_dq(dq, query, *rows, geometry, *scales, *more)

@@ -35,7 +35,7 @@ class ScoreArguments(NamedTuple):
     """
 
     softmax_scale: Float32 | None
-    scores: Scores
+    scales: Scores
     window_left: Int32 | None
     window_right: Int32 | None
     tensors: ModifierTensors | None

@@ -76,7 +76,7 @@ from .warps import Tile, Warps
 
 
 class Cache(NamedTuple):
-    """How the keys of a cache lie, are divided and are stored; None at compile time where that is as without it."""
+    """What only calls over a cache have; None at compile time where there is none."""
 
     pages: Pages | None
     splits: Splits | None
@@ -226,11 +226,8 @@ class ForwardSm80:
             entry, head, tile_n = tile.origin_k, self.head_kv(tile), self.config.tile_n
             descales = CacheDescales(descale_tensors, pages, entry, head, tile_n, self.descales_by_block)
         sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
-        outputs, modifiers = (mO, mLSE), seqlens.modifiers
-        buffers = sQ, sK, sV
-        warps = self.make_warps(
-            self, buffers, tiled_mma, scores.scores, tensors, outputs, sinks, pages, descales, modifiers
-        )
+        inputs = tiled_mma, scores.scales, tensors, (mO, mLSE), sinks, pages, descales, seqlens.modifiers
+        warps = self.make_warps(self, (sQ, sK, sV), *inputs)
         if cutlass.const_expr(self.is_split):
             has_no_keys = tile.blocks.first == tile.blocks.last
             if has_no_keys:

@@ -202,7 +202,7 @@ class BackgroundRows(Untraced):
         """Args: scores: a ScoreArguments. schedule: the order of tiles of keys."""
         self.kernel, self.tensors, self.sources = kernel, tensors, sources
         self.accumulator, self.progress, self.seqlens, self.schedule = accumulator, progress, seqlens, schedule
-        self.softmax_scale, self.scores = scores.softmax_scale, scores.scores
+        self.softmax_scale, self.scores = scores.softmax_scale, scores.scales
 
     @property
     def num_blocks(self) -> Int32:

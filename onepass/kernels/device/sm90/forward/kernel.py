@@ -386,7 +386,7 @@ class ForwardSm90:
             sV,
             pipes,
             tiled_mmas,
-            scores.scores,
+            scores.scales,
             tensors.out,
             tensors.lse,
             sinks,
