@@ -37,18 +37,18 @@ def arguments_of(problem: AttentionProblem, given: Modifiers | None) -> Modifier
         slopes = slopes.expand(problem.batch, -1).t()
     if bias is not None:
         bias = expanded_bias(problem, bias.to(kernel_dtype(bias.dtype)))
-    dropout: dict[str, Any] = {}
+    scale = term_scale(problem) if problem.adds_terms else None
+    found = ModifierTensors(ranges, positions, given.seqstart_k, slopes, bias, term_scale=scale)
     if problem.dropout_p > 0:
         assert given.dropout_state is not None
-        dropout = {
-            "dropout_state": given.dropout_state.view(torch.int32),
-            "keep_bytes": philox.keep_bytes(problem.dropout_p),
-            "keep_scale": philox.keep_scale(problem.dropout_p),
-            "first_head": problem.first_head,
-            "all_heads": problem.all_heads or problem.num_heads_q,
-        }
-    scale = term_scale(problem) if problem.adds_terms else None
-    return ModifierTensors(ranges, positions, given.seqstart_k, slopes, bias, term_scale=scale, **dropout)
+        found = found._replace(
+            dropout_state=given.dropout_state.view(torch.int32),
+            keep_bytes=philox.keep_bytes(problem.dropout_p),
+            keep_scale=philox.keep_scale(problem.dropout_p),
+            first_head=problem.first_head,
+            all_heads=problem.all_heads or problem.num_heads_q,
+        )
+    return found
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
