@@ -56,11 +56,15 @@ def parse_cases(text: str) -> list[Cell]:
     return [Cell(int(m[1]), m[2] == "c", int(m[3])) for _, m in found if m]
 
 
-FIELDS = '"name=value,name=value"'  # how a variant is written in most suites
+FIELDS = '"name=value,name=value"'  # how a variant is written
 
 
-def add_arguments(parser: argparse.ArgumentParser, peers: str, variants: str = FIELDS) -> None:
-    """Add the options of a grid: its cases, peers and variants, and how they are timed."""
+def add_arguments(parser: argparse.ArgumentParser, peers: str | None) -> None:
+    """Add the options of a grid: its cases, peers and variants, and how they are timed.
+
+    Args:
+        peers: the default of --peers; None: it depends on other options.
+    """
 
     def integers(text: str) -> list[int]:
         return [int(x) for x in text.split(",")]
@@ -70,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser, peers: str, variants: str = F
     parser.add_argument("--seqlens", type=integers, default=SEQLENS, help="comma-separated")
     parser.add_argument("--tokens", type=int, help=f"batch * seqlen; default: the grid's, {TOKENS}")
     parser.add_argument("--peers", default=peers, help=f"comma-separated; default: {peers or 'by dtype'}")
-    parser.add_argument("--variants", help=f"also check and time these: {variants}, separated by ;")
+    parser.add_argument("--variants", help=f"also check and time these: {FIELDS}, separated by ;")
     parser.add_argument("--load", action="store_true", help="also record clock and power under each contender (0.7 s)")
     add_timing(parser, rounds=5)
 
