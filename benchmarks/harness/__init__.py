@@ -5,5 +5,4 @@ grid.py        the FlashAttention-3 paper's grid: its cases, options, tables
 kernels.py     `KernelSuite`: one kernel in the grid, with other configurations and its peers
 contenders.py  configurations from --variants, and a rough comparison of results
 ahead.py       compiling a suite's kernels in parallel before they are timed
-activity.py    what a GPU does during a call
 """
