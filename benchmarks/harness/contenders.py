@@ -1,4 +1,4 @@
-"""Configurations of a kernel from the words of --variants, and a rough comparison of results."""
+"""Configurations of a kernel from the words of --variants, and what results are compared with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass import reference
+from onepass.bench.cases import Case, Inputs
 from onepass.errors import UnsupportedError
 
 from . import grid
@@ -57,6 +59,16 @@ def configurations(default: Any, text: str | None, check: Callable[[Any], object
 @functools.cache
 def _say_once(text: str) -> None:
     print(text)
+
+
+def attention_in_pytorch(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All rows of out, or of dq, dk and dv, by the definition with every intermediate in one dtype."""
+    q, k, v, dout = (x.detach().to(dtype) for x in inputs)
+    leaves = [x.requires_grad_(case.direction == "bwd") for x in (q, k, v)]
+    out = reference.attention(*leaves, causal=case.causal, compute_dtype=dtype).out
+    if case.direction == "fwd":
+        return {"out": out}
+    return dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
 
 
 def max_relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

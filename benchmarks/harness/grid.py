@@ -18,9 +18,10 @@ import torch
 
 from onepass.bench.cases import Case, Direction
 from onepass.bench.flops import flops
-from onepass.testing.machine import under_load
 from onepass.testing.results import Report, finite
-from onepass.tuning.timing import Call, do_bench_sampler, measure_interleaved
+from onepass.tuning.timing import Call, measure_interleaved
+
+from .timing import do_bench_sampler, under_load
 
 TOKENS, HIDDEN = 16384, 2048
 HEAD_DIMS = [64, 128, 256]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onepass.bench import ablation
 from onepass.bench.cases import Case, Direction, Inputs, make_inputs
-from onepass.bench.check import PEER_FACTOR, attention_in_pytorch
+from onepass.bench.check import PEER_FACTOR
 from onepass.bench.peers import Contender, find_peers, prepare
 from onepass.kernels.compiler.compile import CompileRequest
 from onepass.testing.budget import GRADIENT_FACTOR, OUT_FACTOR, compare
@@ -24,7 +24,7 @@ from onepass.tuning.result import Task
 from onepass.tuning.tuner import requests_of
 
 from . import grid
-from .contenders import configurations, max_relative_error
+from .contenders import attention_in_pytorch, configurations, max_relative_error
 from .suite import Args, Check, Suite, verdict
 
 DETERMINISTIC = "deterministic"

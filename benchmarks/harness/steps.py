@@ -19,9 +19,10 @@ from onepass.bench.check import PEER_FACTOR
 from onepass.testing.budget import OUT_FACTOR, compare
 from onepass.testing.machine import describe
 from onepass.testing.results import Report, Row
-from onepass.tuning.timing import Samples, host_us, measure_interleaved
+from onepass.tuning.timing import Samples, measure_interleaved
 
 from .suite import Args, Check, verdict
+from .timing import host_us
 
 
 def _same(given: Any) -> Any:

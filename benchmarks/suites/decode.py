@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass import reference
 from onepass.bench import decode as bench
 from onepass.bench.cases import Case, decode_case, get_case_set
 from onepass.bench.decode import CacheCopies, Decoder, Step, problem_of
@@ -202,13 +203,8 @@ def in_pytorch(step: Step, dtype: torch.dtype) -> Tensor:
     """Attention over the filled keys of each sequence in PyTorch, every intermediate in one dtype."""
     outs = []
     for b, filled in enumerate(step.cache_seqlens.tolist()):
-        k, v = (bench.Sequences(step, t)[b, :filled].to(dtype) for t in (step.k_cache, step.v_cache))
-        q = step.q[b].to(dtype)
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q * q.shape[-1] ** -0.5, k)
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(filled - len(q) + 1)
-        out = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-        outs.append(out.nan_to_num(0.0))  # queries before the first key
+        k, v = (bench.Sequences(step, t)[b, :filled][None] for t in (step.k_cache, step.v_cache))
+        outs.append(reference.attention(step.q[b, None], k, v, causal=True, compute_dtype=dtype).out[0])
     return torch.stack(outs)
 
 

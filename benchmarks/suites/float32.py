@@ -26,7 +26,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import onepass
 from onepass.bench import ablation
 from onepass.bench.cases import Case, Inputs, make_inputs
-from onepass.bench.check import attention_in_pytorch
 from onepass.dispatch import attention as dispatch
 from onepass.kernels.config import HOPPER, value_blocks
 from onepass.kernels.launch import float32_halves
@@ -37,7 +36,7 @@ from onepass.testing.machine import describe
 from onepass.testing.results import Report, finite
 
 from ..harness import grid
-from ..harness.contenders import configurations
+from ..harness.contenders import attention_in_pytorch, configurations
 from ..harness.suite import Args, Check, Suite
 
 DEVICE = "cuda"

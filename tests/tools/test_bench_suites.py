@@ -23,7 +23,7 @@ from onepass import reference, tiled
 from onepass.bench import ablation
 from onepass.bench.ablation import Kernel
 from onepass.bench.cases import Case, make_inputs
-from onepass.bench.check import attention_in_pytorch, choose_samples, expected_rows
+from onepass.bench.check import choose_samples, expected_rows
 from onepass.bench.flops import flops
 from onepass.bench.peers import Contender, Found
 from onepass.errors import UnsupportedError
@@ -267,7 +267,7 @@ def test_variants_that_make_no_sense(changes, text):
 def test_attention_in_pytorch(causal, direction):
     case = Case.square(40, 2, 16, batch=2, dtype="bfloat16", causal=causal, direction=direction)
     inputs = make_inputs(case, "cpu")
-    found = attention_in_pytorch(case, inputs, torch.float32)
+    found = contenders.attention_in_pytorch(case, inputs, torch.float32)
     (sample, _) = choose_samples(case)
     expected = expected_rows(case, inputs, sample, torch.float64)
     assert found.keys() == expected.keys()
