@@ -30,7 +30,6 @@ import importlib.util
 import itertools
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -283,32 +282,9 @@ def summarize(paths: Sequence[Path]) -> None:
         for row in json.loads(path.read_text())["rows"]:
             cell = grid.Cell(row["head_dim"], row["causal"], row["seqlen"], row.get("tokens"))
             tflops.setdefault(cell, {}).setdefault(row["contender"], []).append(row["tflops"])
-    seqlens = sorted({cell.seqlen for cell in tflops})
     for title, (ours, peers) in LIKE_FOR_LIKE.items():
-        ratios, entries = {}, {}
-        for cell, speeds in tflops.items():
-            runs = zip(*(speeds[name] for name in peers if name in speeds), strict=True)
-            found = [own / max(others) for own, others in zip(speeds.get(ours, ()), runs, strict=False)]
-            if found:
-                ratios[cell] = statistics.median(found)
-                entries[cell] = f"{statistics.median(speeds[ours]):.0f} ({ratios[cell]:.2f})"
-        if not ratios:
-            continue
-        print(f"\n{title}: {ours} vs. {' or '.join(peers)}, {len(paths)} runs")
-        print(f"| head_dim | causal | {' | '.join(map(str, seqlens))} |\n|{'---|' * (2 + len(seqlens))}")
-        for head_dim, causal in dict.fromkeys(cell[:2] for cell in tflops):
-            by_length = {cell.seqlen: entry for cell, entry in entries.items() if cell[:2] == (head_dim, causal)}
-            row = " | ".join(by_length.get(seqlen, "") for seqlen in seqlens)
-            print(f"| {head_dim} | {'yes' if causal else 'no'} | {row} |")
-        for only in (None, *sorted({cell.head_dim for cell in ratios})):
-            own_ratios = {cell: ratio for cell, ratio in ratios.items() if only in (None, cell.head_dim)}
-            mean = math.exp(statistics.mean(map(math.log, own_ratios.values())))
-            least = min(own_ratios, key=lambda cell: own_ratios[cell])
-            where = f"{least.head_dim}{' causal' if least.causal else ''} {least.seqlen}"
-            name = "all" if only is None else f"head_dim {only}"
-            print(
-                f"{name}: geometric mean {mean:.3f}, least {own_ratios[least]:.3f} ({where}), {len(own_ratios)} cases"
-            )
+        if any(ours in found and not found.keys().isdisjoint(peers) for found in tflops.values()):
+            grid.summarize(f"{title}: {ours} vs. {' or '.join(peers)}, {len(paths)} runs", tflops, ours, peers)
 
 
 # ---------------------------------------------------------------- sums of many keys
