@@ -122,7 +122,7 @@ class Warps(Untraced):
                     mask.apply(self.s[i], rows, n_start, self.lane_in_quad, tile.geometry)
             if cutlass.const_expr(self.is_lazy):
                 # the search by integers would gain nothing: only Hopper has a maximum of three
-                self.softmax[i].update_lazily(self.s[i], self.o[i], True, False)
+                self.softmax[i].update_lazily(self.s[i], True, self.o[i])
             else:
                 self.softmax[i].update(self.s[i])
                 self.softmax[i].rescale(self.o[i])
