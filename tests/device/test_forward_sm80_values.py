@@ -12,6 +12,7 @@ import ptx_interpreter
 import pytest
 import sm80_forward
 import torch
+from random_calls import random_call
 
 from onepass.geometry import tile_scheduler
 from onepass.geometry.integers import ceil_div
@@ -22,7 +23,7 @@ from onepass.kernels.launch import modifiers
 from onepass.kernels.launch.arguments import score_scales, window_bounds
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing.budget import compare, compare_lse
-from onepass.testing.inputs import Call, random_call
+from onepass.testing.inputs import Call
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
