@@ -291,6 +291,14 @@ AREAS = (
                 (*ELEMENTS, *BACKWARD),
             ),
             Group(
+                (
+                    "onepass/kernels/device/sm90/backward/*.py",
+                    "onepass/kernels/device/blocks/tiles/queue.py",
+                    "onepass/kernels/device/blocks/tiles/pingpong.py",
+                ),
+                ("tests/device/test_steps_in_python.py", "tests/device/test_backward_protocol.py"),
+            ),
+            Group(
                 ("onepass/kernels/device/memory_bound/query_bounds.py",),
                 (*BOUNDS[1:], "tests/device/test_sm80_modifiers.py"),
             ),
@@ -457,11 +465,10 @@ OUT_OF_REACH = {
     "onepass/compat/bert_padding.py": "an old name",
     "onepass/compat/rotary.py": "an old name",
     "onepass/namespace.py": "names of operators",
-    "onepass/kernels/device/sm90/*": SM90_DEVICE,
+    "onepass/kernels/device/sm90/forward/*": SM90_DEVICE,
+    "onepass/kernels/device/sm90/backward/[dgikrs]*.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/memory/clear.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/tiles/named_barrier.py": SM90_DEVICE,
-    "onepass/kernels/device/blocks/tiles/queue.py": SM90_DEVICE,
-    "onepass/kernels/device/blocks/tiles/pingpong.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/memory/wgmma.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/memory/untraced.py": "carries values, computes none",
     "onepass/kernels/device/blocks/memory/epilogue.py": LAYOUTS,
