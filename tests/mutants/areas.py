@@ -479,6 +479,8 @@ OUT_OF_REACH = {
     "onepass/tuning/timing.py": MEASUREMENTS,
     "onepass/testing/machine.py": MEASUREMENTS,
     "onepass/testing/results.py": MEASUREMENTS,
+    "onepass/kernels/arguments.py": "names of arguments",
+    "onepass/kernels/device/entry.py": "how arguments reach a kernel: without it none compiles",
     "onepass/kernels/heuristics/*": "which configuration is fast: no value depends on it",
     "onepass/kernels/config*": "which configurations there are: their shipped ones are compiled by other tests",
     "onepass/distributed/parallel_style.py": "an interface",
