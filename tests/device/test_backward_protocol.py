@@ -20,7 +20,7 @@ def attempt(seed, **fixed):
         raise AssertionError(f"{error}; seed {seed}, {launch.config}, {launch.problem}") from error
 
 
-@pytest.mark.sampled(quick=16, slow=24)
+@pytest.mark.sampled(quick=12, slow=28)
 @pytest.mark.parametrize("start", range(0, 24, 3))
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

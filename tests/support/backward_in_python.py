@@ -5,7 +5,6 @@ In the end each gradient has had its terms once.
 """
 
 import functools
-import inspect
 import itertools
 import random
 from collections import Counter, defaultdict
@@ -394,35 +393,32 @@ class Launch:
                 ("v", problem.seqlen_k, problem.head_dim_v, problem.num_heads_kv),
             )
         )
-        rows = found["sm90.backward.rows"]
+        rows, module = found["sm90.backward.rows"], found["sm90.backward.kernel"]
         divisors = self.blocks_per_head, self.blocks_per_head * kernel.group, problem.num_heads_q
-        given = {
-            "mQ": q,
-            "mK": k,
-            "mV": v,
-            "mdO": Tensor("do", q.shape),
-            "mPeerK": Tensor("k", k.shape),
-            "rows": rows.RowTensors(q, q, None, None, q, None, None, None) if kernel.has_background_rows else None,
-            "progress": rows.Progress(
-                self.words, Words(self.words.values, 2), heads * batch, *(Divisor(n) for n in divisors)
-            ),
-            "accumulator": accumulator,
-            "lengths": lengths,
-            "window_left": problem.mask.window_left,
-            "window_right": problem.mask.window_right,
-            "modifier_tensors": None,
-            "schedule": schedule,
-            "counter": self.counter if config.dynamic_tiles else None,
-            "tiled_mmas": found["sm90.backward.inputs"].Mmas(*(Slices(name) for name in ("s", "dp", "dv", "dk", "dq"))),
-        }
-        arguments = {name: given.get(name, MagicMock()) for name in inspect.signature(kernel.kernel).parameters}
-        schedule = packed or schedule
-        sequences = found["blocks.tiles.schedule"].Sequences(
-            problem.seqlen_q, problem.seqlen_k, problem.mask.window_left, problem.mask.window_right, lengths
+        loads = (k, v, q, Tensor("do", q.shape), Tensor("k", k.shape))
+        tensors = module.Tensors(
+            *[None] * 3,
+            rows.RowTensors(q, q, None, None, q, None, None, None) if kernel.has_background_rows else None,
+            rows.Progress(self.words, Words(self.words.values, 2), heads * batch, *(Divisor(n) for n in divisors)),
+            MagicMock() if kernel.hides_pairs else None,
+            accumulator,
         )
+        window = problem.mask.window_left, problem.mask.window_right
+        arguments = (
+            module.Loads(*((MagicMock(), t) for t in loads)),
+            tensors,
+            lengths,
+            found["blocks.tiles.schedule"].ScoreArguments(1.0, MagicMock(), *window, None),
+            schedule,
+            self.counter if config.dynamic_tiles else None,
+            found["sm90.backward.inputs"].Mmas(*(Slices(name) for name in ("s", "dp", "dv", "dk", "dq"))),
+            MagicMock(),
+        )
+        schedule = packed or schedule
+        sequences = found["blocks.tiles.schedule"].Sequences(problem.seqlen_q, problem.seqlen_k, *window, lengths)
         lanes = {KEEPER_WARP: 2 * config.num_warpgroups} if kernel.is_deterministic else None
         machine.launch(
-            functools.partial(kernel.kernel, **arguments),
+            functools.partial(kernel.kernel, *arguments),
             num_clusters * config.tile_blocks,
             config.num_threads // 32,
             config.tile_blocks,
