@@ -18,7 +18,6 @@ import pytest
 from shipped import problem
 from turn_model import (
     Case,
-    packed_tiles,
     padded_tiles,
     run,
     steps_of,
@@ -27,7 +26,6 @@ from turn_model import (
     visits,
 )
 
-from onepass.geometry.block_range import query_blocks
 from onepass.geometry.integers import ceil_div
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch.backward_sm90 import heads_per_section, tiles_in_ring
@@ -75,20 +73,6 @@ def test_turns_count_the_tiles_before(tile_m, tile_n, descending):
                     turns.setdefault(m_block, []).append(turn)
             for m_block, block_turns in turns.items():
                 assert block_turns == list(range(len(block_turns))), (case, m_block)
-
-
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize(("in_turns", "descending"), [(False, False), (True, False), (True, True)])
-def test_every_head_and_block_is_visited_once(group, in_turns, descending):
-    for seqlen_q, seqlen_k, window in itertools.product(LENGTHS, LENGTHS, WINDOWS):
-        case = Case(seqlen_q, seqlen_k, *window, 4, 6, group, descending)
-        for n_block in range(ceil_div(seqlen_k, 6)):
-            first, _, _, last = query_blocks(n_block * 6, n_block * 6 + 6, *case.geometry, 4)
-            visited = list(visits(case, n_block, 2, in_turns))
-            blocks = range(first, last)[:: -1 if in_turns and not descending else 1]
-            heads = range(2 * group, 3 * group)
-            expected = [(h, i) for i in blocks for h in heads] if in_turns else list(itertools.product(heads, blocks))
-            assert visited == expected, case
 
 
 def turns_of_blocks(tiles):
@@ -140,32 +124,6 @@ def test_the_last_heads_ascend(ascending):
 # ---------------------------------------------------------------- deadlock
 
 
-@pytest.mark.parametrize("is_dynamic", [False, True])
-@pytest.mark.parametrize("num_ctas", [1, 2, 3, 7, 64])
-def test_no_deadlock(num_ctas, is_dynamic):
-    rng = random.Random(num_ctas)
-    windows = *itertools.product((None, 0, 9), (None, 0, 9)), (9, -3), (-3, 9), (None, -3), (-3, None)
-    for seqlen_q, seqlen_k, window in itertools.product((3, 12, 25), (5, 16, 41), windows):
-        case = Case(seqlen_q, seqlen_k, *window, 4, 6, rng.choice((1, 2)), rng.choice((False, True)))
-        heads, batch = rng.choice(((1, 1), (3, 1), (2, 3)))
-        used = [rng.randint(0, seqlen_k) for _ in range(batch)]
-        for section in {1, 2, heads * batch}:
-            if section <= heads * batch:
-                run(padded_tiles(case, heads, batch, section), num_ctas, is_dynamic)
-                tiles = padded_tiles(case, heads, batch, section, used)
-                run(tiles, num_ctas, is_dynamic, jitter=lambda: rng.randint(0, 30))
-
-
-@pytest.mark.parametrize("is_dynamic", [False, True])
-@pytest.mark.parametrize("num_ctas", [1, 3, 10, 64])
-def test_no_deadlock_in_packed_sequences(num_ctas, is_dynamic):
-    rng = random.Random(num_ctas)
-    for left, right, group, descending in itertools.product((None, 5), (None, 0), (1, 3), (False, True)):
-        lengths = [(rng.randint(0, 30), rng.randint(0, 40)) for _ in range(12)]
-        tiles = packed_tiles(Case(0, 0, left, right, 4, 6, group, descending), lengths, 2)
-        run(tiles, num_ctas, is_dynamic, jitter=lambda: rng.randint(0, 30))
-
-
 @pytest.mark.parametrize("num_ctas", [1, 2, 3, 7, 64])
 def test_no_deadlock_in_rings(num_ctas):
     """The tiles of a ring are in thread blocks of their own, whatever ring and section a launch chooses."""
@@ -189,27 +147,6 @@ def test_rings_that_do_not_fit_wait_forever():
     for num_ctas, forwards in ((3, True), (5, False)):
         with pytest.raises(AssertionError, match="deadlock"):
             run(tiles, num_ctas, False, forwards=forwards)
-
-
-@pytest.mark.parametrize("is_dynamic", [False, True])
-@pytest.mark.parametrize("num_ctas", [1, 3, 7, 64])
-def test_no_deadlock_with_an_ascending_end(num_ctas, is_dynamic):
-    rng = random.Random(num_ctas)
-    for seqlen_q, seqlen_k, right, ascending in itertools.product((3, 12, 25), (5, 16, 41), (0, 9, -3), (1, 4, 6)):
-        case = Case(seqlen_q, seqlen_k, None, right, 4, 6, rng.choice((1, 2)))
-        used = [rng.randint(0, seqlen_k) for _ in range(2)]
-        for lengths in (None, used):
-            tiles = tiles_with_ascending_end(case, 3, 2, ascending, lengths)
-            run(tiles, num_ctas, is_dynamic, jitter=lambda: rng.randint(0, 30))
-
-
-def test_the_model_sees_a_deadlock():
-    """In the reverse order tiles wait for higher numbers, which no thread block may be left to compute."""
-    case = Case(24, 24, None, None, 4, 6, 1)
-    tiles = [[(key, 3 - turn) for key, turn in tile] for tile in padded_tiles(case, 2, 1, 1)]
-    run(tiles, 8, False)
-    with pytest.raises(AssertionError, match="deadlock"):
-        run(tiles, 3, False)
 
 
 # ---------------------------------------------------------------- cost

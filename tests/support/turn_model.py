@@ -109,19 +109,6 @@ def tiles_in_rings(case, heads_kv, batch, section, ring, lag):
     return tiles
 
 
-def packed_tiles(case, lengths, heads_kv):
-    """The steps of all tiles of packed sequences, by number. Args: lengths: (queries, keys) of each sequence."""
-    tiles = []
-    for sequence, (queries, keys) in enumerate(lengths):
-        sequence_case = case._replace(seqlen_q=queries, seqlen_k=keys)
-        blocks = ceil_div(keys, case.tile_n)
-        for number in range(blocks * heads_kv):
-            m_block, head = tile_scheduler.packed_coord(number, blocks, heads_kv, True)
-            n_block = m_block if case.descending else blocks - 1 - m_block
-            tiles.append(steps_of(sequence_case, n_block, head, sequence))
-    return tiles
-
-
 def run(tiles, num_ctas, is_dynamic, in_turns=True, jitter=None, forwards=False):
     """Steps until all tiles are done. Raises: AssertionError if a tile waits forever, or two wait for one turn."""
     num_ctas = min(num_ctas, len(tiles))
