@@ -115,12 +115,6 @@ def test_rows_of_a_configuration():
     assert refusals == {"two stages": "stages: expected 3, got 2"}
 
 
-def test_a_new_boolean_field_is_turned_off():
-    found = rows(problem_of(CASE, "cpu"), Config(64), ())
-    turned_off = {label: {label.removeprefix("no "): False} for label in ("no overlap", "no slow")}
-    assert {row.label: row.changes for row in found.rows if row.label in turned_off} == turned_off
-
-
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_road_of_the_ampere_kernels(head_dim, dtype):
@@ -184,13 +178,6 @@ def test_every_switch_of_the_hopper_kernel_is_named():
     found = rows(problem, ForwardConfigSm90(tile_n=64, num_warpgroups=2, **every), FORWARD_SM90)
     named = {switch.label for switch in FORWARD_SM90 if switch.field in asdict(found.rows[0].config)}
     assert named == {row.label for row in found.rows} - {FULL}
-
-
-def test_no_row_without_an_effect():
-    problem = problem_of(PAPER_CASE, "cuda")
-    found = rows(problem, ForwardConfigSm90(tile_n=128, num_warpgroups=1), FORWARD_SM90)
-    assert found.absent["no pingpong between warpgroups"] == "changes nothing here"
-    assert found.absent["not the longest tiles first"] == "changes nothing here"  # because there is no causal mask
 
 
 def test_without_warp_specialization_goes_what_depends_on_it():
@@ -296,19 +283,6 @@ def test_a_backward_is_timed_alone_with_its_configuration():
     }
 
 
-def test_relative_speed_is_above_one_for_a_faster_configuration():
-    row = {"contenders": {FULL: {}, "other": {}}}
-    ablation._fill_relative_speed(row, ablation.Samples({FULL: [2.0, 4.0], "other": [1.0, 2.0]}))
-    assert row["contenders"]["other"]["relative_speed"]["median"] == 2.0
-
-
-def test_the_papers_figures_stand_beside_its_own_case():
-    problem = problem_of(PAPER_CASE, "cuda")
-    table = rows(problem, heuristics.forward_config_sm90(problem), FORWARD_SM90).rows
-    assert [ablation._about(row, PAPER_CASE)["paper_tflops"] for row in table[:2]] == [661.0, 582.0]
-    assert ablation._about(table[0], replace(PAPER_CASE, dtype="bfloat16"))["paper_tflops"] is None
-
-
 @pytest.mark.slow
 def test_ctrl_c_keeps_the_finished_rounds(tmp_path):
     path = tmp_path / "ablation.json"
@@ -339,21 +313,6 @@ def test_ctrl_c_inside_a_round_keeps_those_before_it():
     row = report.row
     assert 10 < row["rounds"] < 100
     assert all("relative_speed" in entry for entry in row["contenders"].values())
-
-
-def test_ctrl_c_in_the_checks(tmp_path):
-    path = tmp_path / "ablation.json"
-
-    def on_check(label):
-        if label == "no second overlap":
-            # the results of the checks so far are in the file
-            assert list(json.loads(path.read_text())["rows"][0]["contenders"]) == [FULL, "no overlap"]
-            raise KeyboardInterrupt
-
-    report = ablation.ablate(CASE, KERNEL, QUICK, path, on_check)
-    assert report.status == "interrupted"
-    assert "rounds" not in report.row
-    assert plot_ablation(report.to_dict(), tmp_path / "none.png") == []
 
 
 def test_a_kernel_that_does_not_run_is_a_failure():

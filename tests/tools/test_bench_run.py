@@ -20,7 +20,6 @@ from onepass.bench.cases import Case, CaseSet, get_case_set, make_inputs
 from onepass.bench.peers import PEERS, find_peers, prepare
 from onepass.bench.plot import plot
 from onepass.testing import results
-from onepass.tuning.timing import Samples
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -237,12 +236,6 @@ def test_memory_rows_come_from_a_fresh_process():
     assert report.to_dict()["summary"]["small fwd"]["max_extra_bytes"].keys() == {"onepass", "sdpa"}
 
 
-def test_memory_child_that_dies_is_a_failure():
-    case = Case.square(64, 1, 16, dtype="float32")
-    with pytest.raises(RuntimeError, match="measured on cuda only"):
-        memory.measure_in_subprocess("fa3", case, "cpu")
-
-
 def test_plot_draws_one_picture_for_each_set(smoke, tmp_path):
     pytest.importorskip("matplotlib")
     report, _ = smoke
@@ -267,28 +260,6 @@ def test_bars_stand_over_their_labels_which_name_the_window(smoke):
     assert sum(middles[2:]) / 2 == pytest.approx(1)
     assert [text.get_text() for text in ax.get_xticklabels()] == ["64", "64\nwindow (7, 0)"]
     plt.close(figure)
-
-
-def test_the_current_device_needs_no_number(monkeypatch):
-    chosen = []
-
-    def set_device(device):
-        """torch's own check, which refuses "cuda" without a number."""
-        chosen.append(torch.cuda._utils._get_device_index(device))
-
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    for device in ("cpu", "cuda", "cuda:1"):
-        run.use_device(device)
-    assert chosen == [1]
-
-
-def test_ratios_are_over_the_fastest_peer():
-    row, samples = {}, Samples({"onepass": [1.0] * 3, "a": [3.0] * 3, "b": [2.0] * 3, "variant": [0.5] * 3})
-    rows.fill_ratios(row, samples, {"a", "b"})
-    assert {name: ratio["median"] for name, ratio in row["speed_ratio"].items()} == {"a": 3.0, "b": 2.0, "variant": 0.5}
-    assert (row["best_peer"], row["speed_ratio_best_peer"]) == ("b", 2.0)
-    rows.fill_ratios(other := {}, Samples({"a": [1.0]}), {"a"})
-    assert other == {}
 
 
 def test_only_failures_of_onepass_count():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import io
 import itertools
@@ -11,7 +10,6 @@ import json
 import math
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -48,13 +46,6 @@ pytestmark = pytest.mark.usefixtures("wide_and_single_threaded")
 
 def invoke(*arguments: str):
     return CliRunner().invoke(app, list(arguments))
-
-
-def test_help_lists_the_commands():
-    result = invoke("--help")
-    assert result.exit_code == 0
-    for command in ("info", "demo", "verify", "bench", "ablate", "cache"):
-        assert command in result.output
 
 
 def test_info():
@@ -108,34 +99,9 @@ def test_probes_use_the_features_that_they_are_named_after():
     }
 
 
-def test_what_info_shows_of_a_gpu(monkeypatch, capsys):
-    found = cli_info.gather("cpu") | {"chosen_backend": "tiled", "unproven": {"cuda:0": "never tried"}}
-    found["devices"] |= {"cuda:0": {"name": "A GPU", "capability": "sm_90", "memory_bytes": 80 * 2**30}}
-    cli_info.show(found)
-    output = capsys.readouterr().out
-    for text in ("A GPU, sm_90", "80 GiB", "cuda:0: never tried.", "backend of calls that name none: tiled"):
-        assert text in output
-
-
-def test_info_as_json():
-    found = json.loads(invoke("info", "--json").output)
-    assert found["versions"]["onepass"] == onepass.__version__
-    assert found["features"]["causal"]["cpu"]["backend"] == "cpu"
-    assert set(found["backends"]) == {"sm90", "sm80", "cpu", "tiled"}
-
-
 def test_version():
     result = invoke("--version")
     assert (result.exit_code, result.output.strip()) == (0, onepass.__version__)
-
-
-@pytest.mark.parametrize("module", ["onepass", "onepass.cli"])
-def test_modules(module, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [module, "--version"])
-    monkeypatch.delitem(sys.modules, f"{module}.__main__", raising=False)
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_module(module, run_name="__main__")
-    assert capsys.readouterr().out.strip() == onepass.__version__
 
 
 def test_onepass_alone():
@@ -484,22 +450,6 @@ def test_cache_clear_yes(cached):
     assert "no compiled kernels" in invoke("cache", "clear").output
 
 
-def test_cache_clear_says_which_file_stays(cached):
-    (cached / f"{'ef' * 16}.lock").mkdir()
-    result = invoke("cache", "clear", "--yes")
-    assert result.exit_code == 1
-    assert f"kept efefefef: {'ef' * 16}.lock: is a directory\n" in result.output
-
-
-def test_cache_without_a_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path / "none"))
-    for arguments in (["cache"], ["cache", "clear"]):
-        result = invoke(*arguments)
-        assert result.exit_code == 0
-        assert "not made yet" in result.output.replace("\n", " ")
-    assert not (tmp_path / "none").exists()
-
-
 @pytest.mark.parametrize("arguments", [["cache"], ["cache", "clear", "--yes"]])
 def test_another_users_cache_is_left_alone(cached, monkeypatch, arguments):
     owner = cached.stat().st_uid
@@ -603,18 +553,6 @@ def test_a_full_disk(cached, monkeypatch, capsys):
     assert (status, capsys.readouterr().err) == (1, "onepass: no space left on device\n")
 
 
-def test_a_disk_that_is_full_at_the_end(monkeypatch, capsys):
-    """Output that is kept in a buffer is written before the command ends."""
-
-    class Full(io.StringIO):
-        def flush(self):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(sys, "stdout", Full())
-    assert run_main(monkeypatch, "--version") == 1
-    assert "no space left on device" in capsys.readouterr().err
-
-
 def test_what_the_output_cannot_encode(cached, monkeypatch):
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", output)
@@ -670,14 +608,6 @@ def test_ctrl_c_while_modules_load_ends_the_command_with_130(argv, monkeypatch, 
             monkeypatch.delenv(name)
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-def test_ctrl_c_that_no_command_handles_ends_with_130(monkeypatch):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys.modules["onepass.cli.app"], "app", interrupted)
-    assert run_main(monkeypatch) == 130
 
 
 @pytest.mark.parametrize("argv", [["train.py"], ["-m", "onepass.compat"], ["-m", "onepasses"], ["-c"], [""], []])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +14,10 @@ from typer.testing import CliRunner
 
 from benchmarks.harness.suite import Suite
 from onepass.bench import rows, run
-from onepass.bench.cases import Case, CaseSet, get_case_set
+from onepass.bench.cases import get_case_set
 from onepass.bench.flops import flops
 from onepass.cli import bench as cli_bench
 from onepass.cli.app import app
-from onepass.cli.console import make_console
 
 pytestmark = pytest.mark.usefixtures("wide_and_single_threaded")
 
@@ -60,45 +57,6 @@ def test_bench_filters(tmp_path):
     assert result.exit_code == 0, result.output
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["case"]["direction"], row["case"]["dtype"]) == ("bwd", "float64")
-
-
-@pytest.mark.parametrize(("fastest", "figure"), [(0.25, "250.0"), (40.0, "40.0")])
-def test_tables_of_bench(monkeypatch, fastest, figure):
-    """Times are in ms, or us for steps of decoding; speeds in TFLOP/s, or GFLOP/s below 10; memory in MiB."""
-    case = Case.square(64, 2, 32, dtype="float32").to_dict()
-
-    def row(measure, **entries):
-        contenders = {"onepass": entries | {"median_ms": 0.5, "p20_ms": 0.25, "p80_ms": 0.75}}
-        contenders["sdpa"] = contenders["onepass"] | {"median_ms": 1.0}
-        ratios = {"speed_ratio": {"sdpa": {"median": 2.0}}, "score_matrix_bytes": 3 * 2**20}
-        row = {"set": measure, "measure": measure, "label": "d32 float32", "case": case, "contenders": contenders}
-        return row | {"failed": {}, "skipped": {}, "rounds": 7} | ratios
-
-    tables = {
-        cli_bench._time_table: (
-            row("time", tflops=fastest, gemm_share=0.8),
-            ("0.500", "0.250-0.750", figure, "80 %", "1.000  2.00x", "7", "TFLOP/s" if fastest > 10 else "GFLOP/s"),
-        ),
-        cli_bench._memory_table: (row("memory", extra_bytes=5 * 2**19), ("2.5", "3", "MiB")),
-        cli_bench._decode_table: (
-            row("decode", tb_per_s=fastest, of_copy=0.9),
-            ("500.0 us", "40.00 TB/s" if fastest > 1 else "250 GB/s", "90 %", "2.00x"),
-        ),
-    }
-    for make, (content, texts) in tables.items():
-        out = io.StringIO()
-        monkeypatch.setattr(sys, "stdout", out)
-        make_console().print(make(CaseSet("a", "b", ()), [content]))
-        for text in texts:
-            assert text in out.getvalue()
-
-
-def test_lines_of_a_bench_in_short():
-    entry = {"extra_bytes": 5 * 2**19, "median_ms": 0.5}
-    row = {"measure": "memory", "contenders": {"onepass": entry}, "failed": {"sdpa": "why"}}
-    assert cli_bench._in_short(row) == "onepass 2.5 MiB, sdpa FAILED: why"
-    assert cli_bench._in_short(row | {"measure": "time"}) == "onepass 0.500 ms, sdpa FAILED: why"
-    assert cli_bench._in_short(row | {"contenders": {}, "failed": {}}) == "skipped"
 
 
 def test_bench_passes_its_options_on(monkeypatch):

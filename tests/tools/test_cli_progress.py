@@ -60,13 +60,6 @@ def test_lines_of_progress_without_a_terminal(monkeypatch, is_terminal):
     assert "left" not in out.getvalue() or not is_terminal
 
 
-def test_the_papers_cases_are_not_run_on_a_cpu_by_accident():
-    result = invoke("bench", "paper", "--device", "cpu")
-    assert result.exit_code == 2
-    assert "paper: 72 cases of" in result.output
-    assert "expected the set cpu on a CPU, or --only" in result.output
-
-
 def test_paragraphs_of_help_are_wrapped_to_the_terminal(monkeypatch):
     assert flowing("One\n    two.\n\n    Three\n    four.\n    ") == "One two.\n\nThree four."
     monkeypatch.setenv("COLUMNS", "60")

@@ -17,7 +17,7 @@ pytest.importorskip("psutil")
 from typer.testing import CliRunner  # noqa: E402
 
 from onepass.cli import demo_layer, demo_search  # noqa: E402
-from onepass.cli.demo import demo, layer_table, mebibytes  # noqa: E402
+from onepass.cli.demo import demo  # noqa: E402
 from onepass.cli.demo_search import CountAttention, Query, SearchReport  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,11 +37,6 @@ def good_search(**changes) -> SearchReport:
 
 
 # --- the layer
-
-
-def test_dense_by_blocks_is_the_reference():
-    """The length is no multiple of the tile, and the two kv heads are not neighbours."""
-    check_dense(None)
 
 
 @pytest.mark.parametrize("left", [0, 5, 16, 100])
@@ -101,28 +96,11 @@ def test_naive_form_is_left_out_where_it_does_not_fit():
     assert report.ok
 
 
-def test_naive_bytes_at_a_size_that_people_know():
-    # 32 heads, 4096 tokens, float32: one matrix of scores is 2 GiB
-    assert demo_layer.naive_bytes(4096, 4) == 3 * 2 * 2**30
-
-
 @pytest.mark.parametrize(("seconds", "expected"), [(0.5, 2048), (1e-6, 8192), (1e6, 512), (0.4, 2048), (0.3, 2560)])
 def test_length_follows_the_probe(monkeypatch, seconds, expected):
     """Four times the probe's time allows twice its length of 1024. The length is a multiple of 256, within limits."""
     monkeypatch.setattr(demo_layer, "timed", lambda *_: (None, (seconds / 4, 3 * seconds / 4)))
     assert demo_layer.choose_seqlen(CPU, target_s=2.0) == expected
-
-
-def test_a_busy_machine_is_named(monkeypatch):
-    report = measured()
-    for load_average, is_named in ((0.0, False), (1e3, True)):
-        report.load_average = load_average
-        assert ("The machine was busy" in layer_table(report).caption) == is_named
-
-
-def test_mebibytes():
-    assert mebibytes(190 * MIB) == "190 MiB"
-    assert mebibytes(3 * 2**29) == "1.5 GiB"
 
 
 # --- the command line
