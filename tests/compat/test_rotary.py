@@ -111,12 +111,6 @@ def test_packed_heads_are_rotated_in_place(function, interleaved):
     torch.testing.assert_close(x, expected(before))
 
 
-def test_grouped_heads_rotate_queries_and_keys():
-    x = randn(1, 5, 8, 8)
-    expected = torch.cat((turned_batch(x[:, :, :6], [0], False), x[:, :, 6:]), 2)
-    torch.testing.assert_close(apply_rotary_emb_qkv_(x, COS, SIN, num_heads_q=4), expected)
-
-
 def test_conjugate_undoes_a_rotation():
     x = randn(2, 5, 3, 8)
     there = apply_rotary(x, COS, SIN, 2)
@@ -204,13 +198,6 @@ def test_module_trains_after_inference():
     assert torch.autograd.grad(out.sum(), leaf)[0].shape == x.shape
 
 
-def test_tables_have_the_type_of_the_queries():
-    module = RotaryEmbedding(6, scale_base=16.0)
-    module(randn(1, 5, 3, 2, 8, dtype=torch.bfloat16))
-    tables = [getattr(module, f"_{name}_cached") for name in ("cos", "sin", "cos_k", "sin_k")]
-    assert {table.dtype for table in tables} == {torch.bfloat16}
-
-
 def test_a_backward_in_place_leaves_its_gradient_alone():
     x, dout = randn(1, 5, 3, 2, 8).requires_grad_(), randn(1, 5, 3, 2, 8, seed=4)
     given = dout.clone()
@@ -239,16 +226,6 @@ SIGNATURES = [
 def test_positional_arguments_are_in_the_order_of_flash_attn_2_8(function, names):
     parameters = inspect.signature(function).parameters.values()
     assert tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == names
-
-
-def test_module_of_positional_arguments():
-    """The third is interleaved, the fourth scale_base and the fifth the device; the module of 2.7 had one more."""
-    x = randn(1, 5, 3, 2, 8, dtype=torch.float32)
-    module = RotaryEmbedding(6, 100.0, True, 16.0, torch.device("cpu"))
-    named = RotaryEmbedding(dim=6, base=100.0, interleaved=True, scale_base=16.0, pos_idx_in_fp32=True)
-    assert (module.interleaved, module.scale_base) == (True, 16.0)
-    assert torch.equal(module(x.clone()), named(x.clone()))
-    assert not torch.equal(module(x.clone()), RotaryEmbedding(6, 100.0, False, 16.0)(x.clone()))
 
 
 def test_module_with_offsets_in_a_tensor():

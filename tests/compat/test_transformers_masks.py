@@ -1,7 +1,6 @@
 """The mask of a transformers model: its values, its chunks, what writes to it, and what is refused."""
 
 import random
-import sys
 
 import pytest
 import torch
@@ -148,12 +147,6 @@ def test_window_edges(sliding_window, is_causal):
     assert_close(out.double(), reference.attention(q, k, k, causal=is_causal, window=window).out)
 
 
-def test_harmless_arguments_pass():
-    out, weights = call(use_cache=True, output_attentions=False, position_bias=None)
-    assert out.shape == (2, 5, 4, 8)
-    assert weights is None
-
-
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
@@ -219,12 +212,6 @@ def test_unknown_alignment_is_refused():
         call(torch.nn.Module())
 
 
-def test_a_whole_mask_needs_no_alignment():
-    q, mask = torch.randn(1, 2, 5, 8), torch.rand(1, 1, 5, 5) < 0.7
-    out, _ = attention_forward(torch.nn.Module(), q, q, q, mask)
-    assert torch.equal(out, attention_forward(Layer(), q, q, q, mask)[0])
-
-
 def test_more_keys_than_queries_without_a_mask():
     """A causal layer cannot know where its queries stand; a single query sees every key."""
     q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 5, 8)
@@ -273,11 +260,6 @@ def test_chunks_of_a_bidirectional_mask_are_a_whole_mask():
         seen = mask.values() == 0
         assert seen.sum() == count
         assert_close(attention_forward(Layer(), q, q, q, mask)[0], attention_forward(Layer(), q, q, q, seen)[0])
-
-
-def test_output_attentions_of_a_model_is_refused():
-    with pytest.raises(NotImplementedError, match="output_attentions"):
-        make("Llama", {}, register())(tokens(), output_attentions=True)
 
 
 def patterns(config):
@@ -370,30 +352,6 @@ def test_chunks_of_a_compiled_model(llama4, monkeypatch):
     assert made[1].pattern.whole is made[1].pattern.is_real is None
 
 
-def test_a_mask_of_a_single_query():
-    """A step of generation has the bounds of its keys, which need not end at the query's own key."""
-    from transformers import masking_utils
-
-    causal = masking_utils.causal_mask_function
-    with_blocks = masking_utils.or_masks(causal, lambda b, h, i, j: j == 2)
-    without_itself = masking_utils.and_masks(causal, lambda b, h, i, j: j < 5)
-    q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8)
-    for function, end in ((with_blocks, 9), (without_itself, 5)):
-        found = padding_mask(1, 1, 9, q_offset=8, mask_function=function)
-        assert (found.pattern.first.tolist(), found.pattern.end.tolist()) == ([0], [end])
-        out, _ = attention_forward(Layer(), q, k, k, found)
-        seen = k[:, :, :end].transpose(1, 2)
-        assert_close(out.double(), reference.attention(q.transpose(1, 2), seen, seen).out)
-
-
-def test_one_chunk_is_causal():
-    from transformers import masking_utils
-
-    config = make("Llama", {"attention_chunk_size": 9}, register()).config
-    arguments = {"config": config, "inputs_embeds": torch.zeros(1, 9, 32), "past_key_values": None}
-    assert masking_utils.create_chunked_causal_mask(**arguments, attention_mask=None).pattern.ranges is None
-
-
 def test_a_mask_of_three_dimensions_is_refused():
     from transformers import masking_utils
 
@@ -403,24 +361,6 @@ def test_a_mask_of_three_dimensions_is_refused():
     for shape in ((), (9,), (1, 9, 9)):
         with pytest.raises(NotImplementedError, match=r"attention_mask: expected None, .* got shape"):
             attention_forward(Layer(), q, q, q, torch.ones(shape, dtype=torch.bool), is_causal=True)
-
-
-def test_who_reads_positions(monkeypatch):
-    """The first layer of a prompt without a mask reads the positions, and no layer does where there is a mask."""
-    read, module = [], sys.modules[attention_forward.__module__]
-    monkeypatch.setattr(
-        module,
-        "starts_by_positions",
-        lambda p, *a, real=module.starts_by_positions: read.append(p.shape) or real(p, *a),
-    )
-    model = make("Llama", {}, register()).eval()
-    prompt = tokens(batch=1)
-    model.generate(prompt, do_sample=False, max_new_tokens=3)
-    assert read == [prompt.shape]
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            model(prompt, attention_mask=torch.ones_like(prompt))
-    assert len(read) == 1
 
 
 def random_mask(rng):
