@@ -23,7 +23,6 @@ from onepass.bench.ablation import (
     rows,
 )
 from onepass.bench.cases import Case
-from onepass.bench.flops import flops
 from onepass.bench.plot import plot_ablation
 from onepass.bench.rows import Options
 from onepass.errors import UnsupportedError
@@ -224,33 +223,6 @@ def test_report(tmp_path):
     assert row["contenders"][FULL]["relative_speed"] == {"median": 1.0, "p20": 1.0, "p80": 1.0}
 
 
-@pytest.mark.slow
-def test_report_of_a_backward(tmp_path):
-    path = tmp_path / "ablation.json"
-    report = ablation.ablate(BACKWARD_CASE, BACKWARD, QUICK, path)
-    assert json.loads(path.read_text()) == json.loads(json.dumps(report.to_dict()))
-    assert report.status == "complete"
-    row = report.row
-    assert row["case"]["direction"] == "bwd"
-    assert row["flops"] == flops(BACKWARD_CASE) == 2.5 * flops(CASE)
-    assert [entry["label"] for entry in row["configurations"]] == [
-        FULL,
-        "no overlap",
-        "no second overlap",
-        "two stages",
-        "no wrong",
-    ]
-    # the paper's table is about the forward
-    assert {entry["paper"] for entry in row["configurations"]} == {None}
-    assert set(row["contenders"]) == {FULL, "no overlap", "no second overlap"}
-    assert row["skipped"] == {"two stages": "stages: expected 3, got 2"}
-    assert list(row["failed"]) == ["no wrong"]
-    assert "dk: max error" in row["failed"]["no wrong"]
-    assert row["contenders"][FULL]["relative_speed"] == {"median": 1.0, "p20": 1.0, "p80": 1.0}
-    (picture,) = plot_ablation(report.to_dict(), tmp_path / "a.png")
-    assert picture.stat().st_size > 1000
-
-
 def test_a_backward_is_timed_alone_with_its_configuration():
     forwards, backwards = [], []
 
@@ -281,22 +253,6 @@ def test_a_backward_is_timed_alone_with_its_configuration():
         Config(64, slow=False): True,
         Config(64, wrong=False): True,
     }
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_the_finished_rounds(tmp_path):
-    path = tmp_path / "ablation.json"
-
-    def on_round(done):
-        if done == 2:
-            raise KeyboardInterrupt
-
-    report = ablation.ablate(CASE, KERNEL, QUICK, path, on_round=on_round)
-    data = json.loads(path.read_text())
-    assert report.status == data["status"] == "interrupted"
-    (row,) = data["rows"]
-    assert row["rounds"] == 2
-    assert row["contenders"][FULL]["median_ms"] > 0
 
 
 def test_ctrl_c_inside_a_round_keeps_those_before_it():

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import onepass
 from benchmarks.harness import suite as harness
@@ -17,10 +16,8 @@ from benchmarks.suites import decode as suite_module
 from benchmarks.suites import decode_e4m3, decode_packed
 from onepass.api import decode_calls
 from onepass.bench import decode as bench
-from onepass.bench import plot
 from onepass.bench.cases import decode_case, get_case_set
 from onepass.bench.flops import bytes_moved, flops, kv_bytes
-from onepass.cli.app import app
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import decode_sm90 as decode_launch_sm90
 
@@ -49,42 +46,6 @@ def test_pages_are_those_of_the_same_memory():
     assert sorted(paged.page_table.flatten().tolist()) == list(range(8))
     rows = bench.Sequences(paged, paged.v_cache)[1, :, 0]
     assert torch.equal(rows[16:32], step.v_cache.view(-1, 16, 2, 16)[paged.page_table[1, 1], :, 0])
-
-
-@pytest.mark.slow
-def test_bench_decode(tmp_path):
-    path, plot = tmp_path / "decode.json", tmp_path / "decode.png"
-    arguments = [
-        "--device",
-        "cpu",
-        "--rounds",
-        "2",
-        "--only",
-        "seqlen_k=1024",
-        "--json",
-        str(path),
-        "--plot",
-        str(plot),
-    ]
-    result = CliRunner().invoke(app, ["bench", "decode", *arguments])
-    assert result.exit_code == 0, result.output
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["case"]["batch"] for row in rows] == [1, 8]
-    for row in rows:
-        assert (row["backend"], row["failed"]) == ("cpu", {})
-        assert set(row["contenders"]) == {"onepass", "onepass page 16", "onepass page 64", "onepass page 256", "sdpa"}
-        for entry in row["contenders"].values():
-            assert entry["of_copy"] == pytest.approx(row["bytes"] / entry["median_ms"] / 1e9 / row["copy_tb_per_s"])
-    assert plot.exists()
-
-
-def test_cases_of_one_batch_and_cache_differ_in_a_picture_by_their_queries():
-    ticks = [
-        plot._short_tick({"measure": "decode", "case": case.to_dict()}) for case in get_case_set("decode-rows").cases
-    ]
-    assert ticks[2:6] == ["64 x 8k\n16 queries", *(f"1 x 64k\n{n} queries" for n in (16, 128, 1024))]
-    assert len(set(ticks[:6])) == 6
-    assert plot._short_tick({"measure": "decode", "case": get_case_set("decode").cases[0].to_dict()}) == "1 x 1k"
 
 
 @pytest.fixture

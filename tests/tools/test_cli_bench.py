@@ -48,17 +48,6 @@ def test_bench_smoke(tmp_path):
     assert picture.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_small_gemm")
-def test_bench_filters(tmp_path):
-    path = tmp_path / "bench.json"
-    arguments = ["--rounds", "2", "--only", "direction=bwd", "--dtype", "float64", "--json", str(path)]
-    result = invoke("bench", "smoke", "--device", "cpu", *arguments)
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads(path.read_text())["rows"]
-    assert (row["case"]["direction"], row["case"]["dtype"]) == ("bwd", "float64")
-
-
 def test_bench_passes_its_options_on(monkeypatch):
     asked = []
     report = SimpleNamespace(status="complete", wrong=[], rows=[])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import json
@@ -15,8 +14,6 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from onepass.bench import rows
-from onepass.cli import bench as cli_bench
 from onepass.cli import verify as cli_verify
 from onepass.cli.app import app, flowing
 from onepass.cli.console import Steps
@@ -68,12 +65,3 @@ def test_paragraphs_of_help_are_wrapped_to_the_terminal(monkeypatch):
         # a paragraph's lines are full but for its last one
         for line, after in itertools.pairwise(lines):
             assert not after or not line or len(line) + len(after.split()[0]) >= 50, (command, line, after)
-
-
-@pytest.mark.slow
-def test_bench_says_without_a_terminal_how_long_it_takes(monkeypatch):
-    monkeypatch.setattr(Steps.__init__, "__defaults__", (0.0,))
-    monkeypatch.setattr(cli_bench, "Options", functools.partial(rows.Options, gemm_size=64))
-    result = invoke("bench", "smoke", "--device", "cpu", "--rounds", "1", "--time-budget", "0.01")
-    assert result.exit_code == 0, result.output
-    assert "bench: 1 of 4, about " in result.output
