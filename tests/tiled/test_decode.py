@@ -85,21 +85,6 @@ def test_partial_results_of_16_bits_in_float32(options):
         torch.testing.assert_close(lse[b].double(), expected.lse[0], rtol=1e-5, atol=1e-5)
 
 
-def test_merging_is_associative():
-    """Splits may be merged in any grouping, even if some have no visible key."""
-    q, k, v = dense(batch=1)
-    partials = [
-        onepass.attention(q, k[:, a:b], v[:, a:b], return_lse=True)
-        for a, b in ((0, 10), (10, 10), (10, 40), (40, 69), (69, 70))
-    ]
-    whole = onepass.attention(q, k, v, return_lse=True)
-    for cut in range(1, len(partials)):
-        halves = [onepass.merge_partials(*zip(*some, strict=True)) for some in (partials[:cut], partials[cut:])]
-        merged = onepass.merge_partials(*zip(*halves, strict=True))
-        same(merged.out, whole.out)
-        same(merged.lse, whole.lse)
-
-
 @pytest.mark.parametrize(
     ("backend", "sizes"), [("tiled", {}), ("cpu", {"seqlen_q": 130, "head_dims": (32, 32)})], ids=str
 )
