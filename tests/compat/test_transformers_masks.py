@@ -1,6 +1,7 @@
 """The mask of a transformers model: its values, its chunks, what writes to it, and what is refused."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -361,6 +362,24 @@ def test_a_mask_of_three_dimensions_is_refused():
     for shape in ((), (9,), (1, 9, 9)):
         with pytest.raises(NotImplementedError, match=r"attention_mask: expected None, .* got shape"):
             attention_forward(Layer(), q, q, q, torch.ones(shape, dtype=torch.bool), is_causal=True)
+
+
+def test_who_reads_positions(monkeypatch):
+    """The first layer of a prompt without a mask reads the positions, and no layer does where there is a mask."""
+    read, module = [], sys.modules[attention_forward.__module__]
+    monkeypatch.setattr(
+        module,
+        "starts_by_positions",
+        lambda p, *a, real=module.starts_by_positions: read.append(p.shape) or real(p, *a),
+    )
+    model = make("Llama", {}, register()).eval()
+    prompt = tokens(batch=1)
+    model.generate(prompt, do_sample=False, max_new_tokens=3)
+    assert read == [prompt.shape]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            model(prompt, attention_mask=torch.ones_like(prompt))
+    assert len(read) == 1
 
 
 def random_mask(rng):
