@@ -1,6 +1,5 @@
 """Values of every option against the float64 oracle, forward and backward, within the data's own budget."""
 
-import itertools
 import math
 
 import pytest
@@ -25,21 +24,6 @@ def make(batch=2, seqlen_q=37, seqlen_k=53, heads_q=4, heads_kv=2, head_dim=16, 
         "k": torch.randn(batch, seqlen_k, heads_kv, head_dim).to(dtype),
         "v": torch.randn(batch, seqlen_k, heads_kv, head_dim_v or head_dim).to(dtype),
     }
-
-
-def make_packed(lengths_q=(5, 0, 33), lengths_k=(9, 4, 20), heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32):
-    def cu_seqlens(lengths):
-        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=INT32)
-
-    tensors = {
-        name: torch.randn(sum(lengths), heads, head_dim).to(dtype)
-        for name, lengths, heads in (
-            ("q", lengths_q, heads_q),
-            ("k", lengths_k, heads_kv),
-            ("v", lengths_k, heads_kv),
-        )
-    }
-    return tensors, {"cu_seqlens_q": cu_seqlens(lengths_q), "cu_seqlens_k": cu_seqlens(lengths_k)}
 
 
 OPTIONS = {
@@ -71,13 +55,6 @@ def test_options(options, dtype):
     Call(make(dtype=dtype), options).check(with_floor=dtype in (torch.float64, torch.float32))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 4), "softcap": 3.0}], ids=str)
-def test_packed_sequences(options, dtype):
-    tensors, cu_seqlens = make_packed(dtype=dtype)
-    Call(tensors, options | cu_seqlens).check(with_floor=dtype == torch.float64)
-
-
 @pytest.mark.parametrize("head_dim", [1, 2, 7, 16, 64, 96, 128, 200, 256])
 def test_head_dims(head_dim):
     Call(make(head_dim=head_dim), {"causal": True}).check(with_floor=head_dim == 1)
@@ -86,11 +63,6 @@ def test_head_dims(head_dim):
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 256), (1, 16), (16, 1)])
 def test_value_dim_differs(head_dim, head_dim_v):
     Call(make(head_dim=head_dim, head_dim_v=head_dim_v), {"causal": True}).check(with_floor=head_dim == 1)
-
-
-@pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (6, 1), (6, 2), (6, 6), (15, 5)])
-def test_grouped_heads(heads_q, heads_kv):
-    Call(make(heads_q=heads_q, heads_kv=heads_kv), {"causal": True}).check(with_floor=True)  # 0.83, see `test_options`
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 97), (97, 1), (2, 3), (31, 31), (127, 251), (251, 127)])

@@ -122,14 +122,6 @@ def test_values_and_gradients(options, dtype):
     Call(make(dtype=dtype), options).check(with_floor=dtype in (torch.float64, torch.float32))
 
 
-@pytest.mark.parametrize("window", [(-3, 12), (12, -3), (None, -2), (-5, None), (0, -1)], ids=str)
-def test_packed_sequences(window):
-    tensors = {n: t[0] for n, t in make(1, 38, 33).items()}
-    offsets = {"cu_seqlens_q": [0, 5, 5, 38], "cu_seqlens_k": [0, 9, 13, 33]}
-    offsets = {n: torch.tensor(o, dtype=INT32) for n, o in offsets.items()}
-    Call(tensors, {"window": window, **offsets}).check(with_floor=True)
-
-
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (16, 7, 1), (5, 64, 3)], ids=str)
 @pytest.mark.parametrize("window", [(-6, 12), (12, -6), (-6, None), (None, -6), (2, -3)], ids=str)
 def test_tile_sizes_do_not_matter(sizes, window):
