@@ -73,7 +73,7 @@ class Arguments:
         scales = [struct.pack("<f", x) for x in score_scales(problem) if x is not None]
         self.values += scales + [struct.pack("<i", x) for x in window_bounds(problem) if x is not None]
         self.modifiers(modifiers.arguments_of(problem, inputs.modifiers))
-        section, self.num_tiles = launch.grid(problem, config)
+        section, self.num_tiles = launch.grid(problem, config).values()
         heads = problem.num_heads_q // config.group(problem)
         if problem.is_packed:
             self.values += fast_divisor(heads)
@@ -115,7 +115,7 @@ class Arguments:
                 form = f"<Q{value.dim()}i{padding}{value.dim()}q"
                 zero = [0] if padding else []
                 self.values.append(struct.pack(form, self.put(value), *value.shape, *zero, *value.stride()))
-            else:
+            elif value is not None:
                 self.values.append(struct.pack("<i" if isinstance(value, int) else "<f", value))
 
     def vector(self, t: torch.Tensor):
