@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import os
 import re
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -20,6 +21,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # as in pyproject.toml, for this script
+
 from decode_cases import DecodeCase, RandomDecodeCase
 from gpu_cases import Case, RandomCase
 
