@@ -82,6 +82,7 @@ from ...blocks.tiles.queue import TileQueue
 from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
 from .consumer import Consumer
 from .converter import ConvertingWarp
+from .inputs import Buffers, Inputs, Mmas
 from .producer import Producer
 from .tile import WARPGROUP, WARPS, Pipes, Tile
 from .transposer import FIRST_WARP as FIRST_TRANSPOSING_WARP
@@ -415,17 +416,13 @@ class ForwardSm90:
         seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, *window, lengths, modifiers)
         tensors_and_tiles = tma_q, mQ, sQ, tma_k, mK, sLoadedK, tma_v, mV, sLoadedV
         producer = Producer(self, *tensors_and_tiles, loaded, pages, notes, descales)
-        tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
         all_splits = None
         if cutlass.const_expr(self.is_split and self.is_packed):
             all_splits = schedule.splits.num_splits, schedule.total_q
         sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
-        consumer_arguments = (
-            sQ,
-            sK,
-            sV,
+        inputs = Inputs(
             pipes,
-            tiled_mmas,
+            Mmas(tiled_mma_qk, tiled_mma_pv),
             scores,
             mO,
             mLSE,
@@ -436,8 +433,9 @@ class ForwardSm90:
             all_splits,
             modifiers,
         )
+        buffers = Buffers(sQ, sK, sV)
         if cutlass.const_expr(not self.config.warp_specialized):
-            Consumer(self, *consumer_arguments, producer).two_stages(queue, schedule, seqlens)
+            Consumer(self, buffers, inputs, producer).two_stages(queue, schedule, seqlens)
         elif warp_id < WARPS:  # warpgroup 0
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
@@ -454,10 +452,10 @@ class ForwardSm90:
                 ConvertingWarp(self, sLoadedK, sK, sLoadedV, sV, loaded, pipes, notes).run()
             else:
                 cute.arch.setmaxregister_increase(self.consumer_registers)
-                Consumer(self, *consumer_arguments, None).two_stages(queue, schedule, seqlens)
+                Consumer(self, buffers, inputs).two_stages(queue, schedule, seqlens)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            consumer = Consumer(self, *consumer_arguments, None)
+            consumer = Consumer(self, buffers, inputs)
             if cutlass.const_expr(self.score_buffers == 1):
                 consumer.two_stages(queue, schedule, seqlens)
             else:
