@@ -107,7 +107,6 @@ def device(monkeypatch):
         "tiles": "blocks.tiles.key_tiles",
         "repair": "blocks.repair.gradients",
         "output": "sm90.forward.output",
-        "loads": "sm90.forward.own_loads",
     }
     modules = {name: fresh(f"onepass.kernels.device.{path}") for name, path in names.items()}
     for module in modules.values():
@@ -401,22 +400,3 @@ def test_splits_that_a_packed_sequence_lacks(device, monkeypatch):
     store = device.output.Output._store_absent_splits.__wrapped__
     store(output, SimpleNamespace(num_splits=3), None, 7, True)
     assert written == [(-math.inf, 7 + 60 * split) for split in (3, 4)]
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_loads_without_a_producer(device, blocks):
-    """Each block of K and of V is loaded once, from the last one to the first."""
-    tile, loaded = SimpleNamespace(first=3, last=3 + blocks), {"k": [], "v": []}
-    device.arch.warp_idx = lambda: 0
-    device.loads.after = lambda state: state + 1
-    consumer = SimpleNamespace(
-        producer=SimpleNamespace(load_q=lambda *_: None),
-        _load_k=lambda tile, n_block, state: loaded["k"].append((n_block, state)),
-        _load_v=lambda tile, n_block, state: loaded["v"].append((n_block, state)),
-    )
-    loads = device.loads.OwnLoads
-    loads.load_first.__wrapped__(consumer, tile, 0, 0, 0)
-    for step in range(1, blocks):
-        loads.load_next.__wrapped__(consumer, tile, tile.last - 1 - step, step, step - 1)
-    expected = [(tile.last - 1 - step, step) for step in range(blocks)]
-    assert loaded == {"k": expected, "v": expected}
