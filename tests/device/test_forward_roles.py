@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
 )
 
-FULL, CAUSAL, WINDOW = Mask(), Mask(None, 0), Mask(100, 40)
+FULL, CAUSAL, LEFT, WINDOW = Mask(), Mask(None, 0), Mask(100, None), Mask(100, 40)
 CONFIG = ForwardConfigSm90(tile_n=64, rescale_threshold=8.0)
 FP8 = {"dtype": torch.float8_e4m3fn, "quantization": Quantization(torch.bfloat16)}
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
@@ -29,7 +29,7 @@ def run(config=CONFIG, seeds=1, head_dim=64, seqlens=(200, 330), mask=CAUSAL, op
         Forward(asked, config, seed, **(options or {})).run()
 
 
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, LEFT, WINDOW], ids=["full", "causal", "left", "window"])
 @pytest.mark.parametrize("overlap_tiles", [True, False])
 @pytest.mark.parametrize("pingpong", [True, False])
 def test_with_a_producer(pingpong, overlap_tiles, mask):
@@ -82,7 +82,12 @@ def test_without_a_producer(overlaps, mask):
 
 def test_float32():
     run(replace(CONFIG, two_level_sums=True), dtype=torch.float32)
-    run(replace(CONFIG, rescale_threshold=0.0, q_stages=2), dtype=torch.float32, mask=FULL)
+    run(replace(CONFIG, rescale_threshold=0.0, q_stages=2), dtype=torch.float32, mask=FULL, has_seqused_k=True)
+
+
+def test_p_of_codes():
+    codes = {"dtype": torch.float8_e4m3fn, "quantization": Quantization(torch.bfloat16, exact_lse=False)}
+    run(replace(CONFIG, two_level_sums=True, rescale_threshold=2.0, p_codes=True), **codes)
 
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=["full", "causal"])
@@ -93,7 +98,7 @@ def test_with_warps_that_transpose(dynamic_tiles, mask):
         run(replace(config, dynamic_tiles=dynamic_tiles, transposes_v=True, rescale_threshold=2.0), mask=mask, **FP8)
 
 
-def sequences(num_heads, tile_m, lengths, is_split=False):
+def sequences(num_heads, tile_m, lengths):
     """What `PackedSchedule.find` returns for each tile of packed sequences over a cache.
 
     Args: lengths: of queries and of keys of each sequence.
@@ -106,6 +111,11 @@ def sequences(num_heads, tile_m, lengths, is_split=False):
     return found
 
 
+LENGTHS = [(1, 200), (150, 330), (3, 64), (70, 70), (1, 1)]
+TILES = sequences(2, 128, LENGTHS)
+STARTS = [sum(seqlen_k for _, seqlen_k in LENGTHS[: tile[6]]) for tile in TILES]  # of keys
+
+
 @pytest.mark.parametrize("has_descales", [False, True])
 @pytest.mark.parametrize("dynamic_tiles", [True, False])
 def test_with_warps_that_convert(dynamic_tiles, has_descales):
@@ -115,14 +125,27 @@ def test_with_warps_that_convert(dynamic_tiles, has_descales):
         run(config, has_seqused_k=True, options=options, **E4M3)
 
 
+@pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=["causal", "window"])
 @pytest.mark.parametrize("has_pages", [False, True])
-def test_packed_sequences_over_a_cache(has_pages):
+def test_packed_sequences_over_a_cache(has_pages, mask):
     """Most warpgroups have no row in many tiles."""
-    lengths = [(1, 200), (150, 330), (3, 64), (70, 70), (1, 1)]
-    options = {"reads_cache": True, "sequences": sequences(2, 128, lengths), "box_rows": 16 if has_pages else None}
+    options = {"reads_cache": True, "sequences": TILES, "box_rows": 16 if has_pages else None}
     for dynamic_tiles in (False, True):
         config = replace(CONFIG, num_stages=3, dynamic_tiles=dynamic_tiles)
-        run(config, seqlens=(225, 330), is_packed=True, has_seqused_k=True, options=options)
+        run(config, seqlens=(225, 330), mask=mask, is_packed=True, has_seqused_k=True, options=options)
+
+
+def test_packed_sequences_whose_keys_come_last():
+    """Each sequence of V in FP8 begins at a multiple of 64 keys."""
+    found = [(*tile[:4], start, *tile[5:7], None) for tile, start in zip(TILES, STARTS, strict=True)]
+    config = replace(CONFIG, two_level_sums=True, rescale_threshold=2.0)
+    run(config, seqlens=(225, 665), is_packed=True, options={"sequences": found}, **FP8)
+
+
+@pytest.mark.parametrize("num_splits", [2, 3])
+def test_splits(num_splits):
+    for mask in (FULL, CAUSAL):
+        run(mask=mask, seqlens=(130, 600), has_seqused_k=True, options={"reads_cache": True, "num_splits": num_splits})
 
 
 @pytest.mark.parametrize("has_pages", [False, True])

@@ -323,6 +323,7 @@ class Scores:
         self.rP, self.rdS = Register("P"), Register("dS")
         self.rP_of_dv, self.p, self.flags = self.rP, None, None
         self.lse = self.minus_delta = None
+        self.read: list = [None, None]
 
     def _stats(self, q_state):
         return self.backward.pipes.q.tile(q_state.index)[1].read()
@@ -339,6 +340,8 @@ class Scores:
 
     def read_delta(self, q_state, first=0, end=128):
         self.minus_delta = self._stats(q_state)
+        self.read[0 if first < 64 else 1] = self.minus_delta
+        self.read[0 if end <= 64 else 1] = self.minus_delta
 
     def draw_flags(self, tile, head, m_block):
         self.flags = head, m_block
@@ -361,5 +364,6 @@ class Scores:
         assert acc_dp.value == (head, m_block), "dP of another block"
         if self.w == 0 or not self.backward.config.by_gradient:
             assert self.rP.value == (head, m_block)
-        self._is_of(acc_dp.delta if delta_in_dp else self.minus_delta, tile, head, m_block)
+        for stats in [acc_dp.delta] if delta_in_dp else self.read:  # of queries up to 64, and of the others
+            self._is_of(stats, tile, head, m_block)
         self.rdS.value = acc_dp.value

@@ -14,7 +14,9 @@ from typing import NamedTuple
 from roles import Machine, MBarrier, NamedBarrier, Pipe, Register, TensorCores, as_python, language, link
 
 from onepass.geometry.block_range import KeyBlocks
+from onepass.geometry.splits import Splits
 from onepass.geometry.tile_scheduler import Divisors
+from onepass.problem import V_KEYS
 
 WG_THREADS = 128
 SOURCE = "sm90.forward."
@@ -174,7 +176,17 @@ class Forward:
     """A thread block. Attributes: stored: for each warpgroup, tiles with what was stored: O, row sum and reference."""
 
     def __init__(
-        self, problem, config, seed: int, *, intervals=None, sequences=None, num_ctas=1, box_rows=None, **options
+        self,
+        problem,
+        config,
+        seed: int,
+        *,
+        intervals=None,
+        sequences=None,
+        num_splits=1,
+        num_ctas=1,
+        box_rows=None,
+        **options,
     ):
         """Args:
         intervals: the keys of a query as a function (query, seqlen_k) -> (low, high).
@@ -201,7 +213,7 @@ class Forward:
         for name, source in (("turns", "tiles.pingpong"), ("queue", "tiles.queue"), ("wgmma", "memory.wgmma")):
             self.modules[name] = as_python(f"blocks.{source}", stand_ins)
         link(list(self.modules.values()))
-        self.kernel = self._kernel(box_rows, options)
+        self.kernel = self._kernel(box_rows, num_splits, options)
         self._make_pipes()
         self.queue = self._queue(num_ctas)
         self.producer = self._producer()
@@ -229,23 +241,31 @@ class Forward:
 
     # ---------------------------------------------------------------- what roles share
 
-    def _kernel(self, box_rows, options):
+    def _kernel(self, box_rows, num_splits, options):
         import cutlass
 
         module = self.modules["kernel"]
         module.cutlass.Float8E4M3FN = cutlass.Float8E4M3FN
-        kernel = module.ForwardSm90(self.problem, self.config, cutlass.Float16, box_rows=box_rows, **options)
+        options |= {"box_rows": box_rows, "is_split": num_splits > 1}
+        kernel = module.ForwardSm90(self.problem, self.config, cutlass.Float16, **options)
         kernel.at_head = lambda t, m, head, origin: Head(t, head, origin)
-        kernel.keys_at_head = lambda t, m, head, origin, along=0: Head(t, head, origin)
+
+        def keys_at_head(t, m, head, origin, along=0):
+            assert along == (t.tensor == "v" and kernel.loads_keys_last)
+            return Head(t, head, origin)
+
+        kernel.keys_at_head = keys_at_head
         problem = self.problem
         if self.sequences is None:
             blocks = -(-problem.seqlen_q // kernel.tile_m)
             heads = problem.num_heads_q // kernel.group
             self.schedule = SimpleNamespace(
-                num_tiles=blocks * heads * problem.batch,
+                num_tiles=blocks * heads * problem.batch * num_splits,
                 divisors=Divisors(blocks, 1, 1, heads),
                 num_m_blocks=blocks,
-                batch=problem.batch,
+                batch=problem.batch * num_splits,
+                splits=Splits(num_splits, 0),
+                entries=problem.batch,
             )
         else:
             self.schedule = SimpleNamespace(num_tiles=len(self.sequences), find=lambda number: self.sequences[number])
@@ -424,6 +444,7 @@ class Forward:
         if self.kernel.num_halves == 2:
             assert [(pairs[i][0].name, found[i][1].part) for i in range(3)] == [("P1", 0), ("P0", 1), ("P0", 0)]
         p, v = found[-1]
+        assert {tag.cleared for _, tag in found} == {v.cleared}, "only one half is zero past the end"
         assert self._has_turn() or not self._own_cores().groups, "P V of a step out of turn"
         term = ()
         if p.stage != "zero":
@@ -463,13 +484,12 @@ class Forward:
                 found = Operand(raw_pipe.tile(raw)).read()
                 expected = None
                 if name == "k" and kernel.has_descales:
-                    expected = module_signs if found.head % 2 else 0
-                assert signs == expected
+                    expected = 0x80808080 if found.head % 2 else 0
+                assert signs == expected or signs % 2**32 == expected
                 pipe.tile(index)[number].write(found)
 
             return SimpleNamespace(convert=convert)
 
-        module_signs = self.modules["producer"].SIGNS
         warp.k, warp.v = converts("k"), converts("v")
         return warp
 
@@ -519,7 +539,9 @@ class Forward:
         keys = [self.keys_of(row, tile) for row in rows]
         q = Tag("q", tile.head, tile.origin_q, tile.m_block * wgs + w)
         head_kv = tile.head // kernel.tile_heads_per_kvhead
-        n = kernel.buffer_n
+        n, origin_v = kernel.buffer_n, tile.origin_k
+        if kernel.packs_keys and kernel.loads_keys_last:
+            origin_v = (tile.origin_k // V_KEYS + tile.sequence) * V_KEYS
         if not rows:
             return  # computed in vain
         assert out.reference == reference
@@ -529,14 +551,17 @@ class Forward:
         for term in out.terms:
             block = term.k.block
             assert (term.q, term.k) == (q, Tag("k", head_kv, tile.origin_k, block))
-            assert term.v.whole() == Tag("v", head_kv, self.producer.origin_v(tile), block)
+            assert term.v.whole() == Tag("v", head_kv, origin_v, block)
             is_clear = all(low <= block * n and block * n + n <= high for low, high in keys)
             assert term.is_masked or is_clear, "a block with hidden pairs is not masked"
             past = tile.geometry.seqlen_k - block * n
             first_zero = n if term.v.cleared is None else min(term.v.cleared, n)
             assert first_zero == (max(0, min(past, n)) if kernel.has_garbage else n), "V past the end is not zero"
             assert term.is_dropped == self.drops
-        for block in range(-(-tile.geometry.seqlen_k // n)):
+        every = range(-(-tile.geometry.seqlen_k // n))
+        if kernel.is_split:
+            every = range(tile.first, min(tile.last, len(every)))
+        for block in every:
             is_visible = any(low < block * n + n and block * n < high for low, high in keys if low < high)
             assert not is_visible or block in blocks, "a visible block is left out"
 
