@@ -59,6 +59,7 @@ DISPATCH = (
 )
 ELEMENTS = ("tests/device/test_elements_in_python.py",)
 LOOKUPS = ("tests/device/test_lookups_in_python.py",)
+ROLES = ("tests/device/test_forward_roles.py", "tests/device/test_backward_roles.py")
 MODIFIERS = (*ELEMENTS, "tests/device/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
 BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py", *LOOKUPS)
 LAUNCH = (
@@ -337,6 +338,12 @@ AREAS = (
                 (*ELEMENTS, *FORWARD, *DECODE),
             ),
             Group(("onepass/kernels/device/blocks/softmax/scaled.py",), ("tests/device/test_fp8_values.py",)),
+            Group(("onepass/kernels/device/sm90/forward/*.py",), ROLES[:1]),
+            Group(("onepass/kernels/device/sm90/backward/*.py",), ROLES[1:]),
+            Group(
+                ("onepass/kernels/device/blocks/tiles/queue.py", "onepass/kernels/device/blocks/tiles/pingpong.py"),
+                ROLES,
+            ),
             Group(("onepass/kernels/device/memory_bound/quantize*.py",), (*ELEMENTS, *QUANTIZE)),
             Group(
                 ("onepass/kernels/device/memory_bound/float32_halves.py",),
@@ -457,11 +464,17 @@ OUT_OF_REACH = {
     "onepass/compat/bert_padding.py": "an old name",
     "onepass/compat/rotary.py": "an old name",
     "onepass/namespace.py": "names of operators",
-    "onepass/kernels/device/sm90/*": SM90_DEVICE,
+    **{
+        f"onepass/kernels/device/sm90/{name}.py": SM90_DEVICE
+        for name in (
+            "__init__",
+            *(f"forward/{n}" for n in ("kernel", "converter", "transposer", "scales", "rows", "output", "inputs")),
+            *(f"backward/{n}" for n in ("kernel", "wide", "paired", "rows", "gemms", "scores", "dq_*", "dkv")),
+            *(f"backward/{n}" for n in ("inputs", "past_the_end", "turns")),
+        )
+    },
     "onepass/kernels/device/blocks/memory/clear.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/tiles/named_barrier.py": SM90_DEVICE,
-    "onepass/kernels/device/blocks/tiles/queue.py": SM90_DEVICE,
-    "onepass/kernels/device/blocks/tiles/pingpong.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/memory/wgmma.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/memory/untraced.py": "carries values, computes none",
     "onepass/kernels/device/blocks/memory/epilogue.py": LAYOUTS,
@@ -479,7 +492,23 @@ OUT_OF_REACH = {
     "onepass/tiled/scratch.py": "where memory comes from: no value depends on it",
 }
 # Classes and functions that are left out of files in reach, with everything inside of them.
-SCOPES_OUT_OF_REACH = {("onepass/kernels/device/blocks/tiles/paged.py", "BoxLocations"): SM90_DEVICE}
+SCOPES_OUT_OF_REACH = {
+    ("onepass/kernels/device/blocks/tiles/paged.py", "BoxLocations"): SM90_DEVICE,
+    **{
+        (f"onepass/kernels/device/{file}.py", scope): SM90_DEVICE
+        for file, scopes in {
+            "sm90/forward/consumer": ("Consumer.__init__",),
+            "sm90/forward/gemms": ("ForwardGemms.__init__",),
+            "sm90/forward/scores": ("ForwardScores.__init__", "TileModifiers"),
+            "sm90/forward/producer": ("Producer.__init__", "Producer._partition", "Producer._partition_pages"),
+            "sm90/backward/consumer": ("BackwardConsumer.__init__", "BackwardConsumer.store"),
+            "sm90/backward/producer": ("BackwardProducer.__init__", "BackwardProducer._partition"),
+            "sm90/backward/exchange": ("Exchange.__init__",),
+            "blocks/tiles/queue": ("TileQueue.__init__", "TileQueue._initialize", "TileQueue._draw"),
+        }.items()
+        for scope in scopes
+    },
+}
 
 
 def reason_out_of_reach(file: str, scope: str = "") -> str | None:
