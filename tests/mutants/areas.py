@@ -59,7 +59,6 @@ DISPATCH = (
 )
 ELEMENTS = ("tests/device/test_elements_in_python.py",)
 LOOKUPS = ("tests/device/test_lookups_in_python.py",)
-ROLES = ("tests/device/test_forward_roles.py", "tests/device/test_backward_roles.py")
 MODIFIERS = (*ELEMENTS, "tests/device/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
 BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py", *LOOKUPS)
 LAUNCH = (
@@ -292,6 +291,14 @@ AREAS = (
                 (*ELEMENTS, *BACKWARD),
             ),
             Group(
+                (
+                    "onepass/kernels/device/sm90/backward/*.py",
+                    "onepass/kernels/device/blocks/tiles/queue.py",
+                    "onepass/kernels/device/blocks/tiles/pingpong.py",
+                ),
+                ("tests/device/test_steps_in_python.py", "tests/device/test_backward_protocol.py"),
+            ),
+            Group(
                 ("onepass/kernels/device/memory_bound/query_bounds.py",),
                 (*BOUNDS[1:], "tests/device/test_sm80_modifiers.py"),
             ),
@@ -338,12 +345,7 @@ AREAS = (
                 (*ELEMENTS, *FORWARD, *DECODE),
             ),
             Group(("onepass/kernels/device/blocks/softmax/scaled.py",), ("tests/device/test_fp8_values.py",)),
-            Group(("onepass/kernels/device/sm90/forward/*.py",), ROLES[:1]),
-            Group(("onepass/kernels/device/sm90/backward/*.py",), ROLES[1:]),
-            Group(
-                ("onepass/kernels/device/blocks/tiles/queue.py", "onepass/kernels/device/blocks/tiles/pingpong.py"),
-                ROLES,
-            ),
+            Group(("onepass/kernels/device/sm90/forward/*.py",), ("tests/device/test_forward_roles.py",)),
             Group(("onepass/kernels/device/memory_bound/quantize*.py",), (*ELEMENTS, *QUANTIZE)),
             Group(
                 ("onepass/kernels/device/memory_bound/float32_halves.py",),
@@ -465,14 +467,11 @@ OUT_OF_REACH = {
     "onepass/compat/rotary.py": "an old name",
     "onepass/namespace.py": "names of operators",
     **{
-        f"onepass/kernels/device/sm90/{name}.py": SM90_DEVICE
-        for name in (
-            "__init__",
-            *(f"forward/{n}" for n in ("kernel", "converter", "transposer", "scales", "rows", "output", "inputs")),
-            *(f"backward/{n}" for n in ("kernel", "wide", "paired", "rows", "gemms", "scores", "dq_*", "dkv")),
-            *(f"backward/{n}" for n in ("inputs", "past_the_end", "turns")),
-        )
+        f"onepass/kernels/device/sm90/forward/{name}.py": SM90_DEVICE
+        for name in ("kernel", "converter", "transposer", "scales", "rows", "output", "inputs", "__init__")
     },
+    "onepass/kernels/device/sm90/__init__.py": SM90_DEVICE,
+    "onepass/kernels/device/sm90/backward/[dgikrs]*.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/memory/clear.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/tiles/named_barrier.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/memory/wgmma.py": SM90_DEVICE,
@@ -485,6 +484,8 @@ OUT_OF_REACH = {
     "onepass/tuning/timing.py": MEASUREMENTS,
     "onepass/testing/machine.py": MEASUREMENTS,
     "onepass/testing/results.py": MEASUREMENTS,
+    "onepass/kernels/arguments.py": "names of arguments",
+    "onepass/kernels/device/entry.py": "how arguments reach a kernel: without it none compiles",
     "onepass/kernels/heuristics/*": "which configuration is fast: no value depends on it",
     "onepass/kernels/config*": "which configurations there are: their shipped ones are compiled by other tests",
     "onepass/distributed/parallel_style.py": "an interface",
@@ -495,16 +496,12 @@ OUT_OF_REACH = {
 SCOPES_OUT_OF_REACH = {
     ("onepass/kernels/device/blocks/tiles/paged.py", "BoxLocations"): SM90_DEVICE,
     **{
-        (f"onepass/kernels/device/{file}.py", scope): SM90_DEVICE
+        (f"onepass/kernels/device/sm90/forward/{file}.py", scope): SM90_DEVICE
         for file, scopes in {
-            "sm90/forward/consumer": ("Consumer.__init__",),
-            "sm90/forward/gemms": ("ForwardGemms.__init__",),
-            "sm90/forward/scores": ("ForwardScores.__init__", "TileModifiers"),
-            "sm90/forward/producer": ("Producer.__init__", "Producer._partition", "Producer._partition_pages"),
-            "sm90/backward/consumer": ("BackwardConsumer.__init__", "BackwardConsumer.store"),
-            "sm90/backward/producer": ("BackwardProducer.__init__", "BackwardProducer._partition"),
-            "sm90/backward/exchange": ("Exchange.__init__",),
-            "blocks/tiles/queue": ("TileQueue.__init__", "TileQueue._initialize", "TileQueue._draw"),
+            "consumer": ("Consumer.__init__",),
+            "gemms": ("ForwardGemms.__init__",),
+            "scores": ("ForwardScores.__init__", "TileModifiers"),
+            "producer": ("Producer.__init__", "Producer._partition", "Producer._partition_pages"),
         }.items()
         for scope in scopes
     },

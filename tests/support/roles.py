@@ -329,10 +329,7 @@ def language(machine: Machine, **arch) -> dict:
     cute = SimpleNamespace(
         arch=SimpleNamespace(elect_one=contextlib.nullcontext, lane_idx=lambda: 0, **(waits | nothing | same | arch)),
         size=lambda values, mode=None: len(values),
-        copy=lambda atom, source, target, tma_bar_ptr=None, mbar_ptr=None, mcast_mask=None: machine.copy(
-            source, target, tma_bar_ptr or mbar_ptr
-        ),
-        make_copy_atom=lambda *_: None,
+        copy=lambda atom, source, target, tma_bar_ptr: machine.copy(source, target, tma_bar_ptr),
     )
     cutlass = SimpleNamespace(
         const_expr=lambda value: value, range_constexpr=range, range=lambda *bounds, unroll: range(*bounds)

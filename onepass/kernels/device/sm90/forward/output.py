@@ -127,7 +127,7 @@ class Output(Untraced):
                 pairs = None
                 if cutlass.const_expr(self.inputs.modifiers is not None):
                     pairs = self.inputs.modifiers.pairs_of_query(self.rows.place(tile), position)
-                row = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight)
+                row = (mQ[position, None], mK, mV, mO[position, None], low, high, scales, row_max, weight)
                 if cutlass.const_expr(self.kernel.converts):
                     signs = None
                     if cutlass.const_expr(k_descale is not None):
