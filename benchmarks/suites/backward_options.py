@@ -27,8 +27,7 @@ import onepass
 from onepass.geometry.block_range import count_visible_pairs
 from onepass.kernels.compiler.compile import CompileRequest
 from onepass.kernels.launch import backward_sm90 as backward_launch
-from onepass.ops.attention import problem_of
-from onepass.problem import AttentionInputs
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing.machine import describe
 from onepass.testing.results import Report
 
@@ -218,7 +217,8 @@ def requests(args: Args) -> list[CompileRequest]:
         t = make_tensors(case, "meta")
         inputs = AttentionInputs(t.q, t.k, t.v, t.sinks, t.cu_seqlens, t.cu_seqlens)
         left, right = case.window or (None, 0 if case.causal else None)
-        problem = problem_of(inputs, (case.head_dims[0] ** -0.5, left, right, case.softcap, False))
+        options = {"softmax_scale": case.head_dims[0] ** -0.5, "softcap": case.softcap, "deterministic": False}
+        problem = AttentionProblem.of(inputs, mask=Mask(left, right), **options)
         found += backward_launch.compile_requests(replace(problem, device_type=DEVICE))
     return found
 

@@ -12,6 +12,7 @@ from ..dispatch.backends import Forward
 from ..geometry import splits
 from ..ops import decode as decode_ops
 from ..ops import without_backward
+from ..ops.autocast import autocast_inputs
 from ..problem.decode import DecodeInputs
 from ..validation.decode import check_decode, few_queries
 from ..validation.lost_gradients import refuse_forward_mode
@@ -19,7 +20,7 @@ from ..validation.modifiers import in_float32
 from ..validation.overlap import with_overlaps_refused
 from ..validation.scalars import check_int
 from . import fast_path, keywords
-from .attention import AttentionOutput, Window, autocast_inputs
+from .attention import AttentionOutput, Window
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack

@@ -299,13 +299,15 @@ def test_deterministic_follows_the_global_flag():
     q, k, v = qkv(1, 4)
     from onepass.validation.attention import check_attention
 
-    options = {"causal": False, "window": None, "softcap": None, "sinks": None, "softmax_scale": None}
-    options |= {"return_lse": False, "tuning": None}
-    assert not check_attention(q, k, v, **options, deterministic=None).deterministic
+    def is_deterministic(**options):
+        return check_attention(q, k, v, **options)[1].deterministic
+
+    assert not is_deterministic()
     torch.use_deterministic_algorithms(True)
     try:
-        assert check_attention(q, k, v, **options, deterministic=None).deterministic
-        assert not check_attention(q, k, v, **options, deterministic=False).deterministic
+        assert is_deterministic()
+        assert is_deterministic(deterministic=None)
+        assert not is_deterministic(deterministic=False)
     finally:
         torch.use_deterministic_algorithms(False)
 
