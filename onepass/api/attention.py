@@ -70,19 +70,20 @@ class PackedOptions(Options, total=False):
     max_seqlen_k: int | Tensor | None
 
 
-# The options that are in the key of a call, in the order in which both functions put them into a tuple.
-_OPTIONS = (
-    "causal",
-    "softcap",
-    "softmax_scale",
-    "dropout_p",
-    "deterministic",
-    "return_lse",
-    "tuning",
-    "precision",
-    "backend",
-)
-_RETURN_LSE = _OPTIONS.index("return_lse")
+# The options that are in the key of a call, in the order in which both functions put them into a tuple, with what they
+# usually are.
+_OPTIONS: dict[str, Any] = {
+    "causal": False,
+    "softcap": None,
+    "softmax_scale": None,
+    "dropout_p": 0.0,
+    "deterministic": False,
+    "return_lse": False,
+    "tuning": None,
+    "precision": None,
+    "backend": None,
+}
+_RETURN_LSE = list(_OPTIONS).index("return_lse")
 
 
 def _call(
@@ -97,11 +98,11 @@ def _call(
     """
     launched, key = inputs, None
     tensors: Sequence[Any] = inputs
-    if any(t is not None for t in modifiers):
-        start, ranges, positions, slopes, bias = modifiers
+    start, ranges, positions, slopes, bias = modifiers
+    if not start is ranges is positions is slopes is bias is None:
         taken = Modifiers(start, ranges, positions, in_float32(slopes), bias)
         tensors = (*inputs, *taken)
-        inputs = launched = AttentionInputs._make((*inputs[:NUM_INPUTS], taken, None))
+        inputs = launched = inputs._replace(modifiers=taken)
     if not isinstance(inputs.q, QuantizedQKV):
         key = fast_path.key_of(function, tensors, window, options)
     elif inputs.k is inputs.v is inputs.q.score_shift is inputs.q.v_mean is inputs.modifiers is None:
@@ -128,7 +129,8 @@ def _first_call(
     Args: as for `_call`. key: None: no forward is kept.
     """
     q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs[:NUM_INPUTS]
-    arguments = dict(zip(_OPTIONS, options, strict=True))
+    given = zip(_OPTIONS.items(), options, strict=True)
+    arguments = {name: value for (name, usual), value in given if value is not usual}
     arguments |= {"window": window, "sinks": sinks, "seqused_k": seqused_k}
     if inputs.modifiers is not None:
         arguments |= zip(NAMES, inputs.modifiers, strict=False)

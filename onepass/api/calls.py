@@ -205,7 +205,7 @@ def _refuse_unknown(function: str, arguments: dict[str, Any]) -> None:
 
 def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionProblem:
     """The problem of a call of `attention` or, with cu_seqlens, `attention_varlen`; raises what the call would."""
-    inputs, problem = steps.check(q, k, v, **arguments)
+    inputs, problem = steps.check(q, k, v, arguments)
     if isinstance(q, QuantizedQKV):
         return problem
     if arguments.get("precision") is None:

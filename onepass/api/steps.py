@@ -42,7 +42,7 @@ class Steps(NamedTuple):
     requested: str | None = None
     tuning: LaunchConfig | None = None
     fp8_backend: str | None = None
-    returns_lse: bool = True
+    returns_lse: bool = False
 
     @property
     def dropout_state(self) -> Tensor | None:
@@ -93,10 +93,10 @@ def with_dropout_state(inputs: AttentionInputs, state: Tensor | None = None) -> 
     return inputs._replace(modifiers=(inputs.modifiers or NO_MODIFIERS)._replace(dropout_state=state))
 
 
-def check(q: Any, k: Any, v: Any, /, **arguments: Any) -> tuple[AttentionInputs, AttentionProblem]:
+def check(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[AttentionInputs, AttentionProblem]:
     """The tensors of a call, cast under autocast, and its problem. Raises: what the call raises.
 
-    Args: those of `attention` or, with offsets, of `attention_varlen`, but without a backend.
+    Args: arguments: those of `attention` or, with offsets, of `attention_varlen`, but for the backend.
     """
     if isinstance(q, QuantizedQKV):
         return fp8.check_quantized_call(q, k, v, **arguments)
@@ -114,9 +114,9 @@ def prepare(
 
     Raises: what `attention_varlen` raises.
     """
-    inputs, problem = check(q, k, v, **arguments)
+    inputs, problem = check(q, k, v, arguments)
     device, tuning, fp8_backend = inputs.q.device, arguments.get("tuning"), None
-    returns_lse = bool(arguments.get("return_lse", True))
+    returns_lse = bool(arguments.get("return_lse"))
     if arguments.get("precision") is None:
         name = dispatch.require(problem, backend, tuning, device)
     else:

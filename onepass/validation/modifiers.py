@@ -41,6 +41,7 @@ def refuse_modifiers(because: str, given: dict[str, Any], dropout_p: Any) -> Non
 
 
 def check_dropout(dropout_p: Any) -> float:
+    """A probability below 1."""
     dropout_p = check_real("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: expected a probability from 0 up to, but not including, 1, got {dropout_p}")
