@@ -40,24 +40,29 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of `attention` except return_lse, on which the result's type depends: for type checkers."""
+class CommonOptions(TypedDict, total=False):
+    """The keyword arguments that all functions of attention have: for type checkers."""
 
     causal: bool
     window: Window | None
     softcap: float | None
     sinks: Tensor | None
     softmax_scale: float | None
-    seqused_k: Tensor | None
-    deterministic: bool | None
     seqstart_k: Tensor | None
     key_ranges: Tensor | None
     q_positions: Tensor | None
     alibi_slopes: Tensor | None
     bias: Tensor | None
+    backend: str | None
+
+
+class Options(CommonOptions, total=False):
+    """The keyword arguments of `attention` except return_lse, on which the result's type depends: for type checkers."""
+
+    seqused_k: Tensor | None
+    deterministic: bool | None
     dropout_p: float
     precision: Literal["fp8"] | None
-    backend: str | None
     tuning: ForwardConfigSm90 | ForwardConfigSm80 | None
 
 
