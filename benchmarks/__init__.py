@@ -3,7 +3,7 @@
 __main__.py      python -m benchmarks NAME: one of the suites, or chart
 suites/          kernels and their peers on a GPU, serving loops, whole models, process groups
 harness/         what suites share: the paper's grid, compiling ahead, what a GPU does during a call
-timeline/        python -m benchmarks.timeline: programs for traces that `onepass trace` has written
+timeline/        what `onepass trace` records, and python -m benchmarks.timeline: programs for its traces
 chart.py         the pictures of README and docs/performance.md, from results files
 code_metrics.py  lines of code, docstrings, import circles, words
 results/         results files

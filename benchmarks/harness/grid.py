@@ -18,9 +18,10 @@ import torch
 
 from onepass.bench.cases import Case, Direction
 from onepass.bench.flops import flops
-from onepass.testing.machine import under_load
 from onepass.testing.results import Report, finite
-from onepass.tuning.timing import Call, do_bench_sampler, measure_interleaved
+from onepass.tuning.timing import Call, measure_interleaved
+
+from .timing import do_bench_sampler, under_load
 
 TOKENS, HIDDEN = 16384, 2048
 HEAD_DIMS = [64, 128, 256]
@@ -56,11 +57,15 @@ def parse_cases(text: str) -> list[Cell]:
     return [Cell(int(m[1]), m[2] == "c", int(m[3])) for _, m in found if m]
 
 
-FIELDS = '"name=value,name=value"'  # how a variant is written in most suites
+FIELDS = '"name=value,name=value"'  # how a variant is written
 
 
-def add_arguments(parser: argparse.ArgumentParser, peers: str, variants: str = FIELDS) -> None:
-    """Add the options of a grid: its cases, peers and variants, and how they are timed."""
+def add_arguments(parser: argparse.ArgumentParser, peers: str | None) -> None:
+    """Add the options of a grid: its cases, peers and variants, and how they are timed.
+
+    Args:
+        peers: the default of --peers; None: it depends on other options.
+    """
 
     def integers(text: str) -> list[int]:
         return [int(x) for x in text.split(",")]
@@ -70,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser, peers: str, variants: str = F
     parser.add_argument("--seqlens", type=integers, default=SEQLENS, help="comma-separated")
     parser.add_argument("--tokens", type=int, help=f"batch * seqlen; default: the grid's, {TOKENS}")
     parser.add_argument("--peers", default=peers, help=f"comma-separated; default: {peers or 'by dtype'}")
-    parser.add_argument("--variants", help=f"also check and time these: {variants}, separated by ;")
+    parser.add_argument("--variants", help=f"also check and time these: {FIELDS}, separated by ;")
     parser.add_argument("--load", action="store_true", help="also record clock and power under each contender (0.7 s)")
     add_timing(parser, rounds=5)
 
@@ -171,40 +176,47 @@ class Results:
             found.setdefault(cell, {})[row["contender"]] = self.tflops(cell, row["ms"])
         return found
 
-    def ratios(self) -> dict[str, dict[Cell, float]]:
-        """Speed over the best peer of each case: of onepass, and of the fastest of onepass and its variants."""
-        found: dict[str, dict[Cell, float]] = {"onepass": {}, "best variant": {}}
-        for cell, tflops in self.by_cell().items():
-            peer = max((tflops[name] for name in self.peers if name in tflops), default=0.0)
-            ours = {name: value for name, value in tflops.items() if name not in self.peers}
-            if peer and "onepass" in ours:
-                found["onepass"][cell] = ours["onepass"] / peer
-                found["best variant"][cell] = max(ours.values()) / peer
-        return found
-
     def summarize(self) -> None:
-        """Print onepass over the grid: TFLOP/s (ratio to the best peer), geometric mean and minimum of the ratios."""
-        if not self.report.rows:
-            return
-        ratios = self.ratios()
-        tflops = {cell: values["onepass"] for cell, values in self.by_cell().items() if "onepass" in values}
-        seqlens = sorted({cell.seqlen for cell in tflops})
-        print(f"\n| head_dim | causal | {' | '.join(map(str, seqlens))} |\n|{'---|' * (2 + len(seqlens))}")
-        for head_dim, causal, tokens in dict.fromkeys((*cell[:2], cell.tokens) for cell in tflops):
-            entries = []
-            for cell in (Cell(head_dim, causal, seqlen, tokens) for seqlen in seqlens):
-                ratio = f" ({ratios['onepass'][cell]:.2f})" if cell in ratios["onepass"] else ""
-                entries.append(f"{tflops[cell]:.0f}{ratio}" if cell in tflops else "")
-            print(f"| {head_dim} | {'yes' if causal else 'no'} | {' | '.join(entries)} |")
-        for name, values in ratios.items():
-            if values and (name == "onepass" or values != ratios["onepass"]):
-                mean = math.exp(statistics.mean(math.log(ratio) for ratio in values.values()))
-                least = min(values, key=lambda cell: values[cell])
-                where = f"head_dim {least.head_dim}{' causal' if least.causal else ''}, seqlen {least.seqlen}"
-                print(
-                    f"{name}: geometric mean {mean:.3f} of the best peer, least {values[least]:.3f} ({where}), "
-                    f"{len(values)} cases"
-                )
+        """Print onepass over the grid, compared with the peers, and where there are variants the fastest of ours."""
+        speeds = {cell: {name: [value] for name, value in found.items()} for cell, found in self.by_cell().items()}
+        summarize("onepass", speeds, "onepass", self.peers)
+        for found in speeds.values():
+            found["best variant"] = [max(value for name, (value,) in found.items() if name not in self.peers)]
+        if any(found["best variant"] != found.get("onepass") for found in speeds.values()):
+            summarize("best variant", speeds, "best variant", self.peers)
+
+
+def summarize(
+    title: str, speeds: Mapping[Cell, Mapping[str, Sequence[float]]], ours: str, peers: Sequence[str]
+) -> None:
+    """Print a contender over the grid: TFLOP/s (ratio to the fastest peer), geometric means and minima of the ratios.
+
+    Args: speeds: TFLOP/s of each contender in several runs, whose medians count.
+    """
+    entries: dict[Cell, str] = {}
+    ratios: dict[Cell, float] = {}
+    for cell, found in speeds.items():
+        if ours in found:
+            entries[cell] = f"{statistics.median(found[ours]):.0f}"
+        runs = list(zip(*(found[name] for name in peers if name in found), strict=True))
+        if ours in found and runs:
+            ratios[cell] = statistics.median(own / max(others) for own, others in zip(found[ours], runs, strict=False))
+            entries[cell] += f" ({ratios[cell]:.2f})"
+    if not entries:
+        return
+    seqlens = sorted({cell.seqlen for cell in entries})
+    print(f"\n{title}\n| head_dim | causal | {' | '.join(map(str, seqlens))} |")
+    print("|" + "---|" * (2 + len(seqlens)))
+    for head_dim, causal, tokens in dict.fromkeys((*cell[:2], cell.tokens) for cell in entries):
+        row = " | ".join(entries.get(Cell(head_dim, causal, seqlen, tokens), "") for seqlen in seqlens)
+        print(f"| {head_dim} | {'yes' if causal else 'no'} | {row} |")
+    head_dims = sorted({cell.head_dim for cell in ratios})
+    for name, only in {"all": head_dims, **{f"head_dim {d}": [d] for d in head_dims}}.items() if ratios else ():
+        values = {cell: ratio for cell, ratio in ratios.items() if cell.head_dim in only}
+        mean = math.exp(statistics.mean(map(math.log, values.values())))
+        least = min(values, key=lambda cell: values[cell])
+        where = f"{least.head_dim}{' causal' if least.causal else ''} {least.seqlen}"
+        print(f"{name}: geometric mean {mean:.3f}, least {values[least]:.3f} ({where}), {len(values)} cases")
 
 
 def results_of(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:

@@ -30,10 +30,10 @@ from onepass.problem import AttentionInputs
 from onepass.problem.outputs import empty_outputs
 from onepass.testing.machine import describe
 from onepass.testing.results import Report
-from onepass.tuning.timing import host_us
 from onepass.validation import attention as validation
 
 from ..harness.suite import Args, Suite
+from ..harness.timing import host_us
 
 NUM_CALLS, NUM_SAMPLES = 500, 21
 

@@ -15,8 +15,6 @@ On GPUs each rank takes the GPU of its LOCAL_RANK and NCCL; on a CPU gloo. A row
 - peak_bytes: the inputs and the most further memory, on the rank that needs most, without the memory that "copies"
   publish; peak_limit_bytes: the peak_bytes of one device divided by P, and two of 16 chunks of all keys and values.
 - received_bytes: the most bytes that a rank receives, by the estimate of the plan.
-- activity, with --activity: what the first rank's GPU does during one more call (`benchmarks.harness.activity`), in
-  milliseconds and as a picture.
 
 onepass has a contender for each engine, and on GPUs also one that reads rows by copies (the plan's transport). With
 --graphs each of them is timed a second time as a CUDA graph, whose replays take nothing of the host's time. A row's
@@ -40,7 +38,6 @@ from onepass.testing.machine import describe
 from onepass.testing.results import Report, Row, reason_of
 from onepass.tuning.timing import Samples, cpu_sampler, measure_interleaved
 
-from ..harness import activity
 from ..harness.suite import Args, Suite, chosen
 from .context_parallel_cases import ContextCase, cases, smoke_cases
 from .context_parallel_contenders import Contender, LocalWork, Work, one_device, onepass_contenders, peers
@@ -239,7 +236,7 @@ def make_tensors(case: ContextCase, ranks: Ranks) -> list[Tensor]:
 
 
 def measured(case: ContextCase, args: Args, ranks: Ranks) -> Row:
-    """The row of a case. All ranks call this and return equal rows, except for the activity of their GPUs."""
+    """The row of a case. All ranks call this and return equal rows."""
     tensors = make_tensors(case, ranks)
     row: Row = {
         "case": case.label,
@@ -290,18 +287,7 @@ def measured(case: ContextCase, args: Args, ranks: Ranks) -> Row:
     samplers = {name: (lambda one=one: one.sample(ranks)) for name, one in prepared.items()}
     samples = measure_interleaved(samplers, rounds=args.rounds, seed=case.tokens, warms_up=False)
     fill(row, case, samples, prepared, locals_of, ranks.size)
-    if args.activity and ranks.device.type == "cuda":
-        for name in locals_of:
-            add_activity(row["contenders"][name], prepared[name], ranks)
     return row
-
-
-def add_activity(entry: dict[str, Any], prepared: Prepared, ranks: Ranks) -> None:
-    """Record one call of a contender on each rank, and write what the GPU of the first rank does."""
-    with prepared.surroundings():
-        ranks.wait()
-        found = activity.record(prepared.work)
-    entry["activity"] = {"ms": activity.summary(found), "picture": activity.picture(found)}
 
 
 def fill(
@@ -347,9 +333,6 @@ def in_short(row: Row) -> list[str]:
         lines.append(
             f"  {name:34s} {entry['ms']:10.3f} ms {entry['tflops_per_device']:8.3g} TFLOP/s a device{shares}{peak}"
         )
-        if "activity" in entry:
-            lines += [f"    {line}" for line in entry["activity"]["picture"]]
-            lines.append("    " + ", ".join(f"{key} {ms:.3g} ms" for key, ms in entry["activity"]["ms"].items()))
     lines += [f"  FAILED {name}: {reason}" for name, reason in row["failed"].items()]
     if row["skipped"]:
         lines.append(f"  not measured: {', '.join(row['skipped'])}")
@@ -362,7 +345,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="how often each contender is timed in each case")
     parser.add_argument("--sample-ms", type=float, default=SAMPLE_MS, help="length of each timing")
     parser.add_argument("--peers", type=int, default=1, choices=(0, 1), help="0: onepass and one device alone")
-    parser.add_argument("--activity", action="store_true", help="on GPUs: record what the first GPU does in a call")
     parser.add_argument("--graphs", action="store_true", help="on GPUs: time CUDA graphs of onepass's calls, too")
     parser.add_argument("--smoke", action="store_true", help="a few small cases")
 

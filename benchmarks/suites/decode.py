@@ -24,8 +24,7 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from types import ModuleType
 from typing import Any
@@ -33,9 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass import reference
 from onepass.bench import decode as bench
 from onepass.bench.cases import Case, decode_case, get_case_set
-from onepass.bench.check import PEER_FACTOR
 from onepass.bench.decode import CacheCopies, Decoder, Step, problem_of
 from onepass.bench.flops import bytes_moved, kv_bytes
 from onepass.dispatch import decode
@@ -47,14 +46,12 @@ from onepass.kernels.launch import decode_sm80 as sm80
 from onepass.kernels.launch import decode_sm90 as sm90
 from onepass.kernels.launch.decode import DecodeLaunch, compile_requests
 from onepass.problem.decode import DecodeInputs, DecodeProblem
-from onepass.testing.budget import OUT_FACTOR, compare
-from onepass.testing.machine import describe
 from onepass.testing.results import Report, Row
-from onepass.tuning.timing import Samples, host_us, measure_interleaved
 
-from ..harness import grid
+from ..harness import grid, steps
 from ..harness.contenders import literals
-from ..harness.suite import Args, Check, Suite, verdict
+from ..harness.steps import Contender
+from ..harness.suite import Args, Check, Suite
 
 DEVICE = "cuda"
 CONTENDERS = "onepass,onepass page 16,onepass page 64,onepass page 256,fa3,fa3 prepared,fa3 page 64"
@@ -157,7 +154,7 @@ def variants(args: Args) -> list[str]:
 # ---------------------------------------------------------------- contenders
 
 
-def contenders(case: Case, args: Args) -> dict[str, Decoder]:
+def contenders(case: Case, args: Args) -> dict[str, Contender]:
     found = {name: d for name, d in bench.onepass_decoders(args.backend).items() if name in args.contenders}
     for changes in variants(args):
         for name, size in ((changes, None), (f"{changes} page 64", 64))[: 2 if args.paged_variants else 1]:
@@ -168,7 +165,7 @@ def contenders(case: Case, args: Args) -> dict[str, Decoder]:
         for name, is_prepared, size in (("fa3", False, None), ("fa3 prepared", True, None), ("fa3 page 64", False, 64)):
             if name in args.contenders:
                 found[name] = Decoder(bench.flash_attention_3_run(is_prepared), size)
-    return found
+    return {name: Contender(one.adapt, one.run, is_peer=is_fa3(name)) for name, one in found.items()}
 
 
 def has_fa3() -> bool:
@@ -184,21 +181,18 @@ def has_fa3() -> bool:
 
 
 def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
-    """Compare every contender with attention in float64, on new random data."""
-    seed = time.time_ns() % 2**31
-    print("seed of the check:", seed)
-    for case in checked_cases(args):
+    found = {case: contenders(case, args) for case in checked_cases(args)}
+    return steps.checks(lambda seed: checked_steps(found, seed), in_pytorch)
+
+
+def checked_steps(
+    cases: Mapping[Case, dict[str, Contender]], seed: int
+) -> Iterator[tuple[str, Step, dict[str, Contender]]]:
+    """Steps whose caches are filled in part, with their labels and contenders."""
+    for case, found in cases.items():
         step = bench.make_step(case, DEVICE, seed)
         step.cache_seqlens.copy_(torch.tensor([2048, 1, 1499], dtype=torch.int32))
-        for name, decoder in contenders(case, args).items():
-            run = functools.partial(check_one, decoder, step, seed, PEER_FACTOR if is_fa3(name) else OUT_FACTOR)
-            yield Check(f"{name}, {case.label}", run, is_fa3(name))
-
-
-def check_one(decoder: Decoder, step: Step, seed: int, factor: float) -> tuple[bool, str]:
-    given = decoder.adapt(step, seed)
-    exact, plain = (in_pytorch(given, dtype) for dtype in (torch.float64, step.q.dtype))
-    return verdict([compare("out", decoder.run(given), exact, plain, factor)])
+        yield case.label, step, found
 
 
 def is_fa3(name: str) -> bool:
@@ -209,105 +203,39 @@ def in_pytorch(step: Step, dtype: torch.dtype) -> Tensor:
     """Attention over the filled keys of each sequence in PyTorch, every intermediate in one dtype."""
     outs = []
     for b, filled in enumerate(step.cache_seqlens.tolist()):
-        k, v = (bench.Sequences(step, t)[b, :filled].to(dtype) for t in (step.k_cache, step.v_cache))
-        q = step.q[b].to(dtype)
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q * q.shape[-1] ** -0.5, k)
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(filled - len(q) + 1)
-        out = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-        outs.append(out.nan_to_num(0.0))  # queries before the first key
+        k, v = (bench.Sequences(step, t)[b, :filled][None] for t in (step.k_cache, step.v_cache))
+        outs.append(reference.attention(step.q[b, None], k, v, causal=True, compute_dtype=dtype).out[0])
     return torch.stack(outs)
 
 
 # ---------------------------------------------------------------- grid
 
 
-def host_time_us(call: Callable[[], object]) -> float:
-    """The host's time of a call while the GPU is behind."""
-    return host_us(call, calls=5, samples=30, clock=time.perf_counter)
-
-
 def measure(case: Case, args: Args, report: Report) -> None:
-    about = report.header
-    copies = CacheCopies.of(case, about["l2_bytes"])
-    steps = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
-    samplers: dict[str, Any] = {}
-    host, failed = {}, {}
-    for name, decoder in contenders(case, args).items():
-        given = [decoder.adapt(step, seed) for seed, step in enumerate(steps)]
-        try:
-            samplers[name] = bench.sampler_of([functools.partial(decoder.run, step) for step in given], copies)
-            host[name] = host_time_us(functools.partial(decoder.run, given[0])) if args.host else None
-        except Exception as error:
-            failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
-            print(f"{case.label}: {name} not measured: {failed[name]}", flush=True)
-            if is_fa3(name):  # a call that FlashAttention-3 refuses once is refused in every case
-                args.contenders.remove(name)
-    samples = time_in_turns(samplers, args)
-    rows: Row = {}
+    copies = CacheCopies.of(kv_bytes(case), report.header["l2_bytes"])
+    given = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
+    problem = problem_of(given[0])
+    chosen = prepared(problem, args.backend)
+    row: Row = {
+        "case": case.to_dict(),
+        "label": case.label,
+        "kv_bytes": kv_bytes(case),
+        "backend": backend_of(problem, args.backend),
+        "num_splits": chosen.num_splits,
+        "config": asdict(chosen.config),
+    }
+    samples = steps.measure(row, contenders(case, args), given, copies, lambda name: bytes_moved(case), args, report)
+    for name in filter(is_fa3, row["failed"]):  # a call that FlashAttention-3 refuses once is refused in every case
+        args.contenders.remove(name)
     fa3 = [name for name in samples.ms if is_fa3(name)]
     fastest = min(fa3, key=lambda name: samples.spread(name).median, default=None)
-    for name, ms in samples.ms.items():
-        rows[name] = bench.times(samples, name, bytes_moved(case), about["copy_tb_per_s"]) | {
-            "speed_over_fa3": None if fastest is None else samples.speed_ratio(name, fastest).median,
-            "launch": samplers[name].launch,
-            "host_us": host[name],
-            "ms": [round(x, 5) for x in ms],
-        }
-    problem = problem_of(steps[0])
-    chosen = prepared(problem, args.backend)
-    report.add(
-        {
-            "case": case.to_dict(),
-            "label": case.label,
-            "kv_bytes": kv_bytes(case),
-            "copies": str(copies),
-            "backend": backend_of(problem, args.backend),
-            "num_splits": chosen.num_splits,
-            "config": asdict(chosen.config),
-            "contenders": rows,
-            "failed": failed,
-        }
-    )
-    print_row(report.rows[-1])
-    torch.cuda.empty_cache()
-
-
-def print_row(row: dict[str, Any]) -> None:
-    """Print a line for the case, then one for each contender: microseconds, TB/s, share of a copy's, speed over FA3."""
-    print(
-        f"{row['label'].removesuffix(' bfloat16 causal')}: {row['kv_bytes'] / 1e9:.2f} GB in {row['copies']} copies, "
-        f"{row['num_splits']} splits, {row['backend']}"
-    )
     for name, entry in row["contenders"].items():
-        ratio = "" if entry["speed_over_fa3"] is None else f"{entry['speed_over_fa3']:6.2f}x"
-        host = "" if entry["host_us"] is None else f"  host {entry['host_us']:.0f} us"
-        rest = "" if entry["launch"] == "graph" else f"  {entry['launch'][:60]}"
-        share = f"{entry['tb_per_s']:5.2f} TB/s {100 * entry['of_copy']:4.0f} %"
-        print(f"    {name:40s} {1e3 * entry['median_ms']:9.1f} us {share} {ratio}{host}{rest}", flush=True)
+        entry["speed_over_fa3"] = None if fastest is None else samples.speed_ratio(name, fastest).median
+    gigabytes = f"{row['kv_bytes'] / 1e9:.2f} GB in {row['copies']} copies"
+    steps.finish(row, "speed_over_fa3", f"{gigabytes}, {row['num_splits']} splits, {row['backend']}", report)
 
 
 # ---------------------------------------------------------------- the suite
-
-
-def add_timing(parser: argparse.ArgumentParser, seconds: float = 0.04) -> None:
-    """Add the option of `time_in_turns`."""
-    parser.add_argument("--seconds", type=float, default=seconds, help="seconds of timing for each contender")
-
-
-def time_in_turns(samplers: dict[str, Any], args: Args) -> Samples:
-    return measure_interleaved(samplers, time_budget_s=args.seconds * len(samplers), min_rounds=7)
-
-
-def header_of(suite: str, device: str) -> dict[str, Any]:
-    """The header of a suite of decoding. The current stream is another one afterwards, which graphs can capture."""
-    torch.cuda.set_stream(torch.cuda.Stream())
-    facts = {
-        "suite": suite,
-        "l2_bytes": torch.cuda.get_device_properties(device).L2_cache_size,
-        "copy_tb_per_s": round(bench.copy_bandwidth(device), 4),
-    }
-    return describe(device) | facts
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -319,8 +247,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("sm80", "sm90"), help="default: as onepass chooses")
     parser.add_argument("--paged-variants", action="store_true", help="also measure variants over pages of 64")
     parser.add_argument("--contenders", default=CONTENDERS, help="comma-separated; default: %(default)s")
-    parser.add_argument("--host", action="store_true", help="also measure the host's time of a call")
-    add_timing(parser)
+    steps.add_timing(parser)
 
 
 def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -328,7 +255,7 @@ def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
     default_cases = parse_cases(QUICK) if args.quick else get_case_set("decode-rows" if args.rows else "decode").cases
     args.chosen = [case for case in args.cases or default_cases if kv_bytes(case) <= args.max_gb * 1e9]
     args.has_fa3 = has_fa3()
-    return header_of("decode", DEVICE) | {"arch": arch_of(torch.device(DEVICE))}
+    return steps.header_of("decode", DEVICE) | {"arch": arch_of(torch.device(DEVICE))}
 
 
 SUITE = Suite(

@@ -10,9 +10,8 @@ TB/s counts the bytes of a contender's own K and V, q, out and lse. The results 
 from __future__ import annotations
 
 import argparse
-import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,16 +22,17 @@ from onepass.bench import decode as bench
 from onepass.bench.cases import Case, decode_case
 from onepass.bench.decode import CacheCopies, Step
 from onepass.bench.flops import bytes_moved, kv_bytes
-from onepass.testing.budget import compare
 from onepass.testing.results import Report, Row
 
-from ..harness.suite import Args, Check, Suite, verdict
-from .decode import DEVICE, QUICK, add_timing, header_of, host_time_us, in_pytorch, parse_cases, time_in_turns
+from ..harness import steps
+from ..harness.steps import Contender
+from ..harness.suite import Args, Check, Suite
+from .decode import DEVICE, QUICK, checked_steps, in_pytorch, parse_cases
 
 E4M3 = torch.float8_e4m3fn
 
 
-class Contender(NamedTuple):
+class Form(NamedTuple):
     """A form of the cache.
 
     Attributes:
@@ -81,14 +81,14 @@ class Contender(NamedTuple):
         return step._replace(k_cache=caches[0], v_cache=caches[1])
 
 
-CONTENDERS = {
-    "16 bits": Contender(None, None),
-    "16 bits, pages of 64": Contender(64, None),
-    "e4m3, one descale": Contender(None, "tensor"),
-    "e4m3, descale of each head": Contender(None, "head"),
-    "e4m3, of each block of 64": Contender(None, "block"),
-    "e4m3, of each page of 64": Contender(64, "block"),
-    "e4m3, of each page of 16": Contender(16, "block"),
+FORMS = {
+    "16 bits": Form(None, None),
+    "16 bits, pages of 64": Form(64, None),
+    "e4m3, one descale": Form(None, "tensor"),
+    "e4m3, descale of each head": Form(None, "head"),
+    "e4m3, of each block of 64": Form(None, "block"),
+    "e4m3, of each page of 64": Form(64, "block"),
+    "e4m3, of each page of 16": Form(16, "block"),
 }
 
 
@@ -100,10 +100,10 @@ def warm_up(args: Args) -> None:
     """Compile the kernels of all contenders, several at a time."""
     cases = [*([] if args.no_check else checked_cases(args.cases)), *([] if args.no_grid else args.cases)]
     calls = [
-        {n: t.to("meta") if isinstance(t, Tensor) else t for n, t in contender.arguments(step).items()}
+        {n: t.to("meta") if isinstance(t, Tensor) else t for n, t in form.arguments(step).items()}
         for case in cases
         for step in (bench.make_step(case, DEVICE),)
-        for contender in CONTENDERS.values()
+        for form in FORMS.values()
     ]
     started = time.perf_counter()
     made = onepass.warmup(calls, backend="sm80")
@@ -116,71 +116,37 @@ def checked_cases(cases: Sequence[Case]) -> list[Case]:
     return [decode_case(3, 2048, *shape) for shape in sorted(shapes)]
 
 
+def contenders() -> dict[str, Contender]:
+    return {name: Contender(form.arguments, run, form.real_step) for name, form in FORMS.items()}
+
+
 def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
-    """Compare every contender with attention in float64, on new random data."""
-    seed = time.time_ns() % 2**31
-    print("seed of the check:", seed)
-    for case in checked_cases(args.cases):
-        step = bench.make_step(case, DEVICE, seed)
-        step.cache_seqlens.copy_(torch.tensor([2048, 1, 1499], dtype=torch.int32))
-        for name, contender in CONTENDERS.items():
-            yield Check(f"{name}, {case.label}", functools.partial(check_one, contender, step, seed))
-
-
-def check_one(contender: Contender, step: Step, seed: int) -> tuple[bool, str]:
-    arguments = contender.arguments(step, seed)
-    real = contender.real_step(arguments)
-    exact, plain = (in_pytorch(real, dtype) for dtype in (torch.float64, step.q.dtype))
-    return verdict([compare("out", run(arguments), exact, plain)])
+    found = dict.fromkeys(checked_cases(args.cases), contenders())
+    return steps.checks(lambda seed: checked_steps(found, seed), in_pytorch)
 
 
 def measure(case: Case, args: Args, report: Report) -> None:
-    about = report.header
     # there are enough copies for e4m3 caches, which are half as large and must not lie in L2 either
-    copies = CacheCopies.of(case, 2 * about["l2_bytes"])
-    steps = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
-    samplers: dict[str, Any] = {}
-    host = {}
-    for name, contender in CONTENDERS.items():
-        given = [contender.arguments(step, seed) for seed, step in enumerate(steps)]
-        calls: list[Callable] = [functools.partial(run, arguments) for arguments in given]
-        samplers[name] = bench.sampler_of(calls, copies)
-        host[name] = host_time_us(calls[0]) if args.host else None
-    samples = time_in_turns(samplers, args)
-    rows = {}
-    for name, ms in samples.ms.items():
-        saved = 0 if CONTENDERS[name].scaled is None else kv_bytes(case) // 2
-        rows[name] = bench.times(samples, name, bytes_moved(case) - saved, about["copy_tb_per_s"]) | {
-            "speed_over_16_bits": round(samples.speed_ratio(name, "16 bits").median, 4),
-            "launch": samplers[name].launch,
-            "host_us": host[name],
-            "ms": [round(x, 5) for x in ms],
-        }
-    report.add({"case": case.to_dict(), "label": case.label, "copies": str(copies), "contenders": rows})
-    print_row(report.rows[-1])
-    torch.cuda.empty_cache()
+    copies = CacheCopies.of(kv_bytes(case), 2 * report.header["l2_bytes"])
+    given = [bench.make_step(case, DEVICE, seed) for seed in range(copies.number)]
+    row: Row = {"case": case.to_dict(), "label": case.label}
 
+    def num_bytes(name: str) -> int:
+        return bytes_moved(case) - (0 if FORMS[name].scaled is None else kv_bytes(case) // 2)
 
-def print_row(row: Row) -> None:
-    """Print a line for the case, then one for each contender."""
-    print(f"{row['label']}: {row['copies']} copies")
+    samples = steps.measure(row, contenders(), given, copies, num_bytes, args, report)
     for name, entry in row["contenders"].items():
-        host = "" if entry["host_us"] is None else f"  host {entry['host_us']:.0f} us"
-        share = f"{100 * entry['of_copy']:4.0f} % of a copy's bandwidth"
-        print(
-            f"    {name:28s} {1e3 * entry['median_ms']:9.1f} us {entry['speed_over_16_bits']:6.2f}x {share}{host}",
-            flush=True,
-        )
+        entry["speed_over_16_bits"] = round(samples.speed_ratio(name, "16 bits").median, 4)
+    steps.finish(row, "speed_over_16_bits", f"{copies} copies", report)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=parse_cases, default=parse_cases(QUICK), help="such as b8k8192h32/8d128q4")
-    parser.add_argument("--host", action="store_true", help="also measure the host's time of a call")
-    add_timing(parser)
+    steps.add_timing(parser)
 
 
 def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    header = header_of("decode_e4m3", DEVICE)
+    header = steps.header_of("decode_e4m3", DEVICE)
     warm_up(args)
     return header
 

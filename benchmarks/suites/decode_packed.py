@@ -18,10 +18,8 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import math
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
@@ -33,20 +31,18 @@ from onepass import reference
 from onepass.api import decode_calls
 from onepass.bench import decode as bench
 from onepass.bench.cases import Case, decode_case
-from onepass.bench.check import PEER_FACTOR
+from onepass.bench.decode import CacheCopies
 from onepass.bench.flops import bytes_moved, flops
 from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.launch import decode_sm90 as decode_launch
 from onepass.kernels.launch.decode import DecodeLaunch
 from onepass.problem.decode import DecodeProblem
-from onepass.testing.budget import OUT_FACTOR, compare
 from onepass.testing.results import Report, Row
-from onepass.tuning.timing import CudaSampler
 
-from ..harness import grid
+from ..harness import grid, steps
 from ..harness.contenders import literals
-from ..harness.suite import Args, Check, Suite, verdict
-from .decode import add_timing, header_of, time_in_turns
+from ..harness.steps import Contender
+from ..harness.suite import Args, Check, Suite
 
 DEVICE = "cuda"
 PAGE_SIZES = (None, 16, 64)
@@ -138,8 +134,8 @@ class Step(NamedTuple):
     max_seqlen_q: int
 
 
-def make_step(batch: Batch, page_size: int | None, seed: int) -> Step:
-    """A step of standard normal values.
+def make_step(page_size: int | None, batch: Batch, seed: int, dtype: torch.dtype = torch.bfloat16) -> Step:
+    """A step of standard normal values, with caches of this dtype.
 
     A dense cache has room for the longest sequence; there are only as many pages as are filled.
     """
@@ -161,16 +157,14 @@ def make_step(batch: Batch, page_size: int | None, seed: int) -> Step:
             table[b, : len(pages)] = pages
         table, rows = table.to(DEVICE), (sum(counts), page_size)
     q = normal(sum(batch.queries), heads, batch.head_dim)
-    k, v = (normal(*rows, heads_kv, batch.head_dim) for _ in range(2))
+    k, v = (normal(*rows, heads_kv, batch.head_dim).to(dtype) for _ in range(2))
     ends = integers([0, *itertools.accumulate(batch.queries)])
     return Step(q, k, v, integers(batch.keys), ends, table, max(batch.queries))
 
 
-def rounded(step: Step, *dtypes: torch.dtype) -> Step:
-    """The step with caches that are rounded to these dtypes, one after the other."""
-    for dtype in dtypes:
-        step = step._replace(k_cache=step.k_cache.to(dtype), v_cache=step.v_cache.to(dtype))
-    return step
+def in_16_bits(step: Step) -> Step:
+    """The step with caches in bfloat16, of equal values."""
+    return step._replace(k_cache=step.k_cache.bfloat16(), v_cache=step.v_cache.bfloat16())
 
 
 def onepass_run(step: Step) -> Tensor:
@@ -206,17 +200,19 @@ def _variant_launch(changes: frozenset[tuple[str, Any]], problem: DecodeProblem)
     return decode_launch.launch_with(problem, config, device)
 
 
-def contenders(args: Args) -> dict[str, tuple[Callable[[Step], Tensor], int | None]]:
-    found: dict[str, tuple[Callable[[Step], Tensor], int | None]] = {}
+def contenders(args: Args) -> dict[str, Contender]:
+    found: dict[str, Contender] = {}
     for size in PAGE_SIZES:
         suffix = "" if size is None else f" page {size}"
-        found["onepass" + suffix] = onepass_run, size
+        given = functools.partial(make_step, size)
+        found["onepass" + suffix] = Contender(given, onepass_run)
         if args.fa3 is not None:
-            found["fa3" + suffix] = functools.partial(fa3_run, args.fa3), size
+            found["fa3" + suffix] = Contender(given, functools.partial(fa3_run, args.fa3), is_peer=True)
         if args.e4m3:
-            found[E4M3 + suffix] = onepass_run, size
+            in_e4m3 = functools.partial(make_step, size, dtype=torch.float8_e4m3fn)
+            found[E4M3 + suffix] = Contender(in_e4m3, onepass_run, in_16_bits)
     for changes in grid.split_variants(args.variants):
-        found[changes] = functools.partial(variant_run, changes), None
+        found[changes] = Contender(functools.partial(make_step, None), functools.partial(variant_run, changes))
     return found
 
 
@@ -234,77 +230,29 @@ def in_pytorch(step: Step, dtype: torch.dtype) -> Tensor:
 
 
 def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
-    """Compare every contender with attention in float64, on new random data of a smaller batch of the same heads."""
-    seed = time.time_ns() % 2**31
-    print("seed of the check:", seed)
-    for heads, head_dim in dict.fromkeys((case.heads, case.head_dim) for case in args.chosen):
-        small = Batch("check", *CHECKED, heads, head_dim)
-        for name, (run, page_size) in contenders(args).items():
-            check = functools.partial(check_one, name, run, small, page_size, seed)
-            yield Check(f"{name}, {small.label}", check, name.startswith("fa3"))
-
-
-def check_one(
-    name: str, run: Callable[[Step], Tensor], batch: Batch, page_size: int | None, seed: int
-) -> tuple[bool, str]:
-    step = given = make_step(batch, page_size, seed)
-    if name.startswith(E4M3):
-        given, step = (rounded(step, torch.float8_e4m3fn, *more) for more in ((), (torch.bfloat16,)))
-    factor = PEER_FACTOR if name.startswith("fa3") else OUT_FACTOR
-    exact, plain = (in_pytorch(step, dtype) for dtype in (torch.float64, torch.bfloat16))
-    return verdict([compare("out", run(given), exact, plain, factor)])
+    """Checks of a smaller batch of the same heads."""
+    shapes = dict.fromkeys((case.heads, case.head_dim) for case in args.chosen)
+    small = [Batch("check", *CHECKED, *shape) for shape in shapes]
+    return steps.checks(lambda seed: [(batch.label, batch, contenders(args)) for batch in small], in_pytorch)
 
 
 def measure(batch: Batch, args: Args, report: Report) -> None:
-    about = report.header
-    samplers: dict[str, Any] = {}
-    failed = {}
-    copies = max(1, min(bench.MOST_COPIES, math.ceil(bench.L2_TIMES * about["l2_bytes"] / batch.bytes)))
-    for name, (run, page_size) in contenders(args).items():
-        steps = [make_step(batch, page_size, seed) for seed in range(copies)]
-        if name.startswith(E4M3):
-            steps = [rounded(step, torch.float8_e4m3fn) for step in steps]
-        try:
-            samplers[name] = CudaSampler([functools.partial(run, step) for step in steps], 2.5)
-        except Exception as error:
-            failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
-            print(f"{batch.label}: {name} not measured: {failed[name]}", flush=True)
-    samples = time_in_turns(samplers, args)
-    rows: Row = {}
-    for name, ms in samples.ms.items():
-        peer = "fa3" + "".join(re.findall(r" page \d+", name))
-        times = bench.times(samples, name, batch.bytes_of(name), about["copy_tb_per_s"])
-        rows[name] = times | {
-            "tflops": batch.flops / times["median_ms"] / 1e9,
-            "speed_over_fa3": samples.speed_ratio(name, peer).median if peer in samples.ms else None,
-            "launch": samplers[name].launch,
-            "ms": [round(x, 5) for x in ms],
-        }
-    step = make_step(batch, None, 0)
+    copies = CacheCopies.of(batch.bytes, report.header["l2_bytes"])
+    step = make_step(None, batch, 0)
     problem, _ = decode_calls.problem_of("bench", step._asdict())
     launch = decode_launch.launch_with(problem, decode_launch.config_of(problem, step.q.device), step.q.device)
-    report.add(
-        {
-            "case": batch._asdict(),
-            "label": batch.label,
-            "copies": copies,
-            "num_splits": launch.num_splits,
-            "config": asdict(launch.config),
-            "contenders": rows,
-            "failed": failed,
-        }
-    )
-    print_row(report.rows[-1])
-    torch.cuda.empty_cache()
-
-
-def print_row(row: Row) -> None:
-    """Print a line for the case, then one for each contender."""
-    print(f"{row['label']}: {row['num_splits']} splits", flush=True)
+    row: Row = {
+        "case": batch._asdict(),
+        "label": batch.label,
+        "num_splits": launch.num_splits,
+        "config": asdict(launch.config),
+    }
+    samples = steps.measure(row, contenders(args), [batch] * copies.number, copies, batch.bytes_of, args, report)
     for name, entry in row["contenders"].items():
-        ratio = "" if entry["speed_over_fa3"] is None else f"{entry['speed_over_fa3']:6.2f}x"
-        rates = f"{entry['tflops']:6.0f} TFLOP/s {entry['tb_per_s']:5.2f} TB/s"
-        print(f"    {name:40s} {1e3 * entry['median_ms']:9.1f} us {rates} {ratio}", flush=True)
+        peer = "fa3" + "".join(re.findall(r" page \d+", name))
+        entry["tflops"] = batch.flops / entry["median_ms"] / 1e9
+        entry["speed_over_fa3"] = samples.speed_ratio(name, peer).median if peer in samples.ms else None
+    steps.finish(row, "speed_over_fa3", f"{row['num_splits']} splits", report)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -312,7 +260,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", action="store_true", help="the cases in PROMPTS, not those in CASES")
     parser.add_argument("--e4m3", action="store_true", help="also over caches in e4m3")
     parser.add_argument("--variants", help=f"such as {grid.FIELDS}, several separated by ;")
-    add_timing(parser, seconds=0.05)
+    steps.add_timing(parser, seconds=0.05)
 
 
 def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -323,7 +271,7 @@ def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
     except ImportError as error:
         print("fa3 not measured:", error)
         args.fa3 = None
-    return header_of("decode_packed", DEVICE)
+    return steps.header_of("decode_packed", DEVICE)
 
 
 SUITE = Suite(

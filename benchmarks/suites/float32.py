@@ -2,11 +2,11 @@
 
     python -m benchmarks float32                                        # errors, then the grid
     python -m benchmarks float32 --no-check --cases 128c8192,64n512     # some cases only
-    python -m benchmarks float32 --variants "n64 lazy sums; n64 lazy sums queue"     # also these
+    python -m benchmarks float32 --variants "tile_n=64; dynamic_tiles=True"     # also these configurations
 
 Contenders: "onepass" as a call runs it, with the split of q, k and v into halves of float16; "kernel" without it, from
 halves that are there; "sm80", the Ampere kernels with three products of tf32; "efficient", torch's, with TF32 off.
-FLOPs are counted once, though each product takes three. Grid, configurations and timing are those of forward_sm90.py.
+FLOPs are counted once, though each product takes three. Grid, variants and timing are those of forward_sm90.py.
 The results go to --out as JSON.
 """
 
@@ -24,62 +24,68 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onepass
-from onepass.bench.cases import Case, make_inputs
-from onepass.bench.check import attention_in_pytorch
+from onepass.bench import ablation
+from onepass.bench.cases import Case, Inputs, make_inputs
 from onepass.dispatch import attention as dispatch
-from onepass.kernels.config import ForwardConfigSm90, value_blocks
+from onepass.kernels.config import HOPPER, value_blocks
 from onepass.kernels.launch import float32_halves
 from onepass.kernels.launch import forward_sm90 as launch
-from onepass.problem import AttentionInputs
+from onepass.problem import AttentionInputs, AttentionProblem
 from onepass.problem.outputs import empty_outputs
 from onepass.testing.machine import describe
 from onepass.testing.results import Report, finite
 
 from ..harness import grid
+from ..harness.contenders import attention_in_pytorch, configurations
 from ..harness.suite import Args, Check, Suite
-from .forward_sm90 import configuration, problem_of
 
 DEVICE = "cuda"
 ERROR_CASES = [(d, causal, seqlen) for d in (64, 96, 128, 256) for causal in (False, True) for seqlen in (1000, 4096)]
 
 
-def efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+def efficient(inputs: Inputs, case: Case) -> Callable[[], Tensor]:
+    q, k, v = (t.transpose(1, 2) for t in inputs[:3])
 
     def call() -> Tensor:
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
 
     return call
 
 
-def kernel_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
+def kernel_alone(inputs: Inputs, problem: AttentionProblem) -> Callable[[], Tensor]:
     """A call of the kernel with halves that were made before."""
-    inputs = AttentionInputs(q, k, v)
-    problem = problem_of(inputs, causal=causal)
-    halves = float32_halves.split(q, k, v, value_blocks(problem))
-    ready = launch.prepare(problem, q.device)
-    outputs = empty_outputs(ready.problem, inputs)  # type: ignore[attr-defined]
+    tensors = inputs[:3]
+    halves = float32_halves.split(*tensors, value_blocks(problem))
+    ready = launch.prepare(problem, inputs.q.device)
+    outputs = empty_outputs(ready.problem, AttentionInputs(*tensors))  # type: ignore[attr-defined]
 
     def call() -> Tensor:
-        ready.attend_parts(inputs, *outputs, halves, q, k, v)  # type: ignore[attr-defined]
+        ready.attend_parts(AttentionInputs(*tensors), *outputs, halves, *tensors)  # type: ignore[attr-defined]
         return outputs[0]
 
     return call
 
 
-def contenders(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, configs: dict[str, ForwardConfigSm90]
-) -> dict[str, Callable]:
+def contenders(case: Case, inputs: Inputs, args: Args) -> dict[str, Callable]:
     def public(**options: Any) -> Callable[[], Tensor]:
-        return lambda: onepass.attention(q, k, v, causal=causal, **options)
+        return lambda: onepass.attention(*inputs[:3], causal=case.causal, **options)
 
-    found: dict[str, Callable] = {"onepass": public(), "efficient": efficient(q, k, v, causal)}
-    if launch.unsupported(problem_of(AttentionInputs(q, k, v), causal=causal)) is None:
+    found: dict[str, Callable] = {"onepass": public(), "efficient": efficient(inputs, case)}
+    problem = ablation.problem_of(case, DEVICE)
+    if launch.unsupported(problem) is None:
         found["sm80"] = public(backend="sm80")
-        found["kernel"] = kernel_alone(q, k, v, causal)
-        found |= {name: public(backend="sm90", tuning=config) for name, config in configs.items()}
+        found["kernel"] = kernel_alone(inputs, problem)
+        configs = configurations_of(problem, args)
+        found |= {name: public(backend="sm90", tuning=config) for name, config in configs.items() if name != "onepass"}
     return found
+
+
+def configurations_of(problem: AttentionProblem, args: Args) -> dict[str, Any]:
+    """The configuration of onepass, and those of --variants, which change fields of the Hopper kernel's."""
+    default = dispatch.forward_config("sm90", problem)
+    found = configurations(default, args.variants, lambda config: config.check(problem, HOPPER))
+    return found | {"onepass": dispatch.forward_config(dispatch.choose(problem).backend, problem)}
 
 
 def checks(args: Args, header: dict[str, Any]) -> Iterator[Check]:
@@ -102,7 +108,7 @@ def errors_of(what: tuple[int, bool, int], seed: int, args: Args, header: dict[s
     inputs = make_inputs(case, DEVICE, seed)
     exact, plain = (attention_in_pytorch(case, inputs, dtype)["out"] for dtype in (torch.float64, torch.float32))
     found = {"math": plain}
-    found |= {name: call() for name, call in contenders(*inputs[:3], causal, args.configs).items()}
+    found |= {name: call() for name, call in contenders(case, inputs, args).items()}
     errors = {name: float((out - exact).square().mean().sqrt()) for name, out in found.items()}
     errors = {name: error / float(exact.square().mean().sqrt()) for name, error in errors.items()}
     row = {"head_dim": head_dim, "causal": causal, "seqlen": seqlen}
@@ -115,18 +121,15 @@ def results_in(report: Report) -> grid.Results:
 
 
 def measure(cell: grid.Cell, args: Args, report: Report) -> None:
-    shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
-    q, k, v = (torch.randn(shape, device=DEVICE) for _ in range(3))
-    calls = contenders(q, k, v, cell.causal, args.configs)
+    case = cell.case("float32")
+    calls = contenders(case, make_inputs(case, DEVICE), args)
     expected = calls["efficient"]()
     errors = {name: float((call() - expected).abs().max()) for name, call in calls.items()}
-    problem = problem_of(AttentionInputs(q, k, v), causal=cell.causal)
-    chosen = {"onepass": dispatch.forward_config(dispatch.choose(problem).backend, problem)}
-    results_in(report).measure(cell, calls, errors, chosen | args.configs, args)
+    configs = configurations_of(ablation.problem_of(case, DEVICE), args)
+    results_in(report).measure(cell, calls, errors, configs, args)
 
 
 def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    args.configs = {name: configuration(name) for name in grid.split_variants(args.variants)}
     torch.backends.cuda.matmul.allow_tf32 = False
     return describe(DEVICE) | {"suite": "float32", "dtype": "float32"}
 
@@ -134,7 +137,7 @@ def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
 SUITE = Suite(
     "float32",
     __doc__,
-    lambda parser: grid.add_arguments(parser, peers="efficient", variants="lists of words"),
+    lambda parser: grid.add_arguments(parser, peers="efficient"),
     start,
     grid.cells,
     measure,

@@ -2,8 +2,7 @@
 
     python -m benchmarks fp8                                        # check, sums, then the grid
     python -m benchmarks fp8 --no-check --cases 128c8192,256n512    # some cases only
-    python -m benchmarks fp8 --variants "n128 q2 t28 sums; 3wg n128 q2 t28 after" # also these configurations
-    python -m benchmarks fp8 --variants try                         # also the ones in VARIANTS
+    python -m benchmarks fp8 --variants "tile_n=192; num_warpgroups=3"    # also these configurations
     python -m benchmarks fp8 --summarize a.json b.json c.json       # tables of the medians of several runs
 
 Contenders, and what is in their time:
@@ -31,7 +30,6 @@ import importlib.util
 import itertools
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,7 +39,6 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.errors import UnsupportedError
 from onepass.kernels.compiler.compile import CompileRequest
 from onepass.kernels.config import ForwardConfigSm90, p_exponent
 from onepass.kernels.heuristics import sm90 as heuristics
@@ -54,22 +51,12 @@ from onepass.testing.machine import describe
 from onepass.testing.results import Report, finite, input_file
 
 from ..harness import grid
+from ..harness.contenders import configurations
 from ..harness.suite import Args, Check, Suite
-from .forward_sm90 import configuration
 
 DEVICE, BACKEND = "cuda", "sm90"
 TABLE3_SEQLEN = table3.PAPER_SEQLEN
 
-# Configurations under measurement, by (head_dim, causal): the ones that heuristics.FORWARD_FP8 has, and others.
-VARIANTS = {
-    (64, False): "3wg n128 q2 t28 after; 3wg n128 q2 t28 after codes; n128 q2 t28 sums codes; n192 q2 t28 sums codes",
-    (64, True): "3wg n128 q2 t28 after codes queue; n128 q2 t28 sums codes queue; n192 q2 t28 sums codes queue",
-    (128, False): "3wg n128 q2 t28 after; 3wg n128 q2 t28 after codes; n128 q2 t28 sums codes",
-    (128, True): "3wg n128 q2 t28 after queue; 3wg n128 q2 t28 after codes queue; n128 q2 t28 sums codes queue",
-    (256, False): "n128 q2 t28 after halves pair; n128 q2 t28 after halves codes; n128 q2 t28 after halves codes free",
-    (256, True): "n128 q2 t28 after halves queue; n128 q2 t28 after halves codes queue;"
-    "n128 q2 t28 after halves codes free queue",
-}
 # For each comparison, our contender and the peers, the fastest of which counts.
 LIKE_FOR_LIKE = {
     "from rows of e4m3": ("rows", ("fa3",)),
@@ -79,21 +66,12 @@ LIKE_FOR_LIKE = {
 PEERS = ("fa3", "fa3 columns", "fa3 whole")
 
 
-@functools.cache  # what cannot be measured is said once
-def variants(text: str | None, head_dim: int, causal: bool) -> dict[str, ForwardConfigSm90]:
+def variants(text: str | None, head_dim: int, causal: bool, seqlen: int = 1024) -> dict[str, ForwardConfigSm90]:
     """The configurations of --variants that a case can take, by name."""
-    if text is None:
-        return {}
-    listed = VARIANTS.get((head_dim, causal), "") if text == "try" else text
-    found = {}
-    for name in grid.split_variants(listed):
-        config = configuration(name)
-        try:
-            config.check(static_problem(head_dim, causal))
-        except UnsupportedError as error:
-            print(f"{name} not measured: {error}")
-            continue
-        found[name] = config
+    problem = static_problem(head_dim, causal, seqlen)
+    default = heuristics.forward_config_sm90(problem)
+    found = configurations(default, text, lambda config: config.check(problem))
+    del found["onepass"]
     return found
 
 
@@ -272,13 +250,13 @@ def requests(args: Args) -> list[CompileRequest]:
         jobs += [(static_problem(head_dim, False, keys), config) for config in of_sums(head_dim, keys).values()]
     for cell in [] if args.no_grid else grid.cells(args):
         what = cell.head_dim, cell.causal, cell.seqlen
-        jobs += [(static_problem(*what), config) for config in variants(args.variants, *what[:2]).values()]
+        jobs += [(static_problem(*what), config) for config in variants(args.variants, *what).values()]
         jobs += [(static_problem(*what, keys_last=keys_last), None) for keys_last in (False, True)]
     return [launch.compile_request(one, config or heuristics.forward_config_sm90(one)) for one, config in jobs]
 
 
 def measure(cell: grid.Cell, args: Args, report: Report) -> None:
-    own = variants(args.variants, cell.head_dim, cell.causal)
+    own = variants(args.variants, cell.head_dim, cell.causal, cell.seqlen)
     shape = cell.batch, cell.seqlen, cell.heads, cell.head_dim
     q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     calls = contenders(q, k, v, cell.causal, [name for name in args.peers.split(",") if name])
@@ -304,32 +282,9 @@ def summarize(paths: Sequence[Path]) -> None:
         for row in json.loads(path.read_text())["rows"]:
             cell = grid.Cell(row["head_dim"], row["causal"], row["seqlen"], row.get("tokens"))
             tflops.setdefault(cell, {}).setdefault(row["contender"], []).append(row["tflops"])
-    seqlens = sorted({cell.seqlen for cell in tflops})
     for title, (ours, peers) in LIKE_FOR_LIKE.items():
-        ratios, entries = {}, {}
-        for cell, speeds in tflops.items():
-            runs = zip(*(speeds[name] for name in peers if name in speeds), strict=True)
-            found = [own / max(others) for own, others in zip(speeds.get(ours, ()), runs, strict=False)]
-            if found:
-                ratios[cell] = statistics.median(found)
-                entries[cell] = f"{statistics.median(speeds[ours]):.0f} ({ratios[cell]:.2f})"
-        if not ratios:
-            continue
-        print(f"\n{title}: {ours} vs. {' or '.join(peers)}, {len(paths)} runs")
-        print(f"| head_dim | causal | {' | '.join(map(str, seqlens))} |\n|{'---|' * (2 + len(seqlens))}")
-        for head_dim, causal in dict.fromkeys(cell[:2] for cell in tflops):
-            by_length = {cell.seqlen: entry for cell, entry in entries.items() if cell[:2] == (head_dim, causal)}
-            row = " | ".join(by_length.get(seqlen, "") for seqlen in seqlens)
-            print(f"| {head_dim} | {'yes' if causal else 'no'} | {row} |")
-        for only in (None, *sorted({cell.head_dim for cell in ratios})):
-            own_ratios = {cell: ratio for cell, ratio in ratios.items() if only in (None, cell.head_dim)}
-            mean = math.exp(statistics.mean(map(math.log, own_ratios.values())))
-            least = min(own_ratios, key=lambda cell: own_ratios[cell])
-            where = f"{least.head_dim}{' causal' if least.causal else ''} {least.seqlen}"
-            name = "all" if only is None else f"head_dim {only}"
-            print(
-                f"{name}: geometric mean {mean:.3f}, least {own_ratios[least]:.3f} ({where}), {len(own_ratios)} cases"
-            )
+        if any(ours in found and not found.keys().isdisjoint(peers) for found in tflops.values()):
+            grid.summarize(f"{title}: {ours} vs. {' or '.join(peers)}, {len(paths)} runs", tflops, ours, peers)
 
 
 # ---------------------------------------------------------------- sums of many keys
@@ -371,7 +326,7 @@ def run_sums(args: Args, about: dict[str, Any]) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    grid.add_arguments(parser, peers="fa3,fa3 columns,fa3 whole,rows,whole,bf16", variants="'try', or lists of words")
+    grid.add_arguments(parser, peers="fa3,fa3 columns,fa3 whole,rows,whole,bf16")
     parser.add_argument("--no-sums", action="store_true", help="do not measure sums of many keys")
     help_text = "results files of earlier runs: measure nothing"
     parser.add_argument("--summarize", type=input_file, nargs="+", help=help_text)

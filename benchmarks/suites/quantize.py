@@ -29,10 +29,11 @@ from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.quantization import layout
 from onepass.testing.machine import describe
 from onepass.testing.results import Report, Row
-from onepass.tuning.timing import CudaSampler, host_us
+from onepass.tuning.timing import CudaSampler
 
 from ..harness.grid import HIDDEN, TOKENS
 from ..harness.suite import Args, Suite
+from ..harness.timing import host_us
 
 DEVICE = "cuda"
 REPLAYS, SETS = 30, 4

@@ -1,1 +1,1 @@
-"""Programs for traces that `onepass trace` has written; what records them is onepass/bench/timeline/."""
+"""Timelines of the Hopper kernels: who does what inside a thread block, from time stamps of the running kernel."""

@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from onepass.bench.timeline.chrome import write
-from onepass.bench.timeline.picture import BATCHES, draw, title_of
 from onepass.testing.results import output_file
 
+from .picture import BATCHES, draw, title_of
 from .summary import table
-from .traces import cut, from_chrome, trace_file
+from .traces import cut, from_chrome, trace_file, write
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from onepass.bench.timeline.acts import (
+from .acts import (
     EXPONENTIALS,
     ISSUE,
     WAITS_FOR_GEMMS,
@@ -16,7 +16,7 @@ from onepass.bench.timeline.acts import (
     shares,
     step_cycles,
 )
-from onepass.bench.timeline.record import Timeline
+from .record import Timeline
 
 WAITS = ("wait for the turn", "wait for dS", *WAITS_FOR_GEMMS)
 

@@ -98,8 +98,8 @@ def warmup(
             both stand for a tensor on this machine's GPU, aligned to 16 bytes. With shapes, `dtype` is given once for
             all tensors that are neither integers nor always float32, and `cache_dtype` for caches of another dtype.
         backend: backend of the calls that name none. "sm90" compiles for Hopper wherever the compiler is installed,
-            even without a GPU, for machines with the same CPU that get this cache directory; "sm80" compiles for this
-            machine's GPU; None = the backend that the calls would run on here.
+            even without a GPU, for machines that get this cache directory (on x86-64, with any CPU); "sm80" compiles
+            for this machine's GPU; None = the backend that the calls would run on here.
         workers: processes that compile at the same time; None = one per CPU.
         gradients: also compile the kernels of the calls' backward passes. They include kernels for a loss that depends
             on lse for a call with return_lse=True, and for an `AttentionProblem`, which does not say. Slopes and a bias

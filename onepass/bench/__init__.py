@@ -5,6 +5,5 @@ peers.py     onepass and its peers behind one call form    check.py    is the re
 memory.py    peak extra memory, in a fresh process         rows.py     how to run, the rows of a results file
 run.py       case sets, measured into one JSON file        decode.py   steps of decoding
 ablation.py  what each choice of a kernel is worth         plot.py     the JSON file as bar charts
-timeline/    what the roles of a kernel do, in stamps      clone.py    programs of benchmarks/, where a clone has them
-chart.py, suites/   old names of such programs
+clone.py     programs of benchmarks/, in a clone            chart.py, suites/, timeline/   old names of such programs
 """

@@ -5,6 +5,8 @@ The setting and the forward's first rows come from Table 2 of FlashAttention-3, 
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -285,64 +287,41 @@ class Kernel(NamedTuple):
         return road(problem, full, self.steps, arch) if self.steps else rows(problem, full, self.switches, arch)
 
 
-def _forward_sm90(problem: AttentionProblem, inputs: AttentionInputs, config: Any) -> tuple[Tensor, Tensor]:
-    from ..kernels.launch import forward_sm90 as launch
+def _run(backend: str, direction: Direction) -> Callable[..., Any]:
+    """The forward or the backward of a backend's launch module, which is loaded when it is first called."""
+    name = "forward" if direction == "fwd" else "backward"
 
-    return launch.forward(problem, inputs, config)
+    def run(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(getattr(backends.BACKENDS[backend], name)), name)(*arguments)
 
-
-def _backward_sm90(problem: AttentionProblem, inputs: AttentionInputs, *rest: Any) -> tuple[Tensor, ...]:
-    from ..kernels.launch import backward_sm90 as backward_launch
-
-    return backward_launch.backward(problem, inputs, *rest)
+    return run
 
 
-def _forward_sm80(problem: AttentionProblem, inputs: AttentionInputs, config: Any) -> tuple[Tensor, Tensor]:
-    from ..kernels.launch import forward_sm80 as launch
-
-    return launch.forward(problem, inputs, config)
-
-
-def _backward_sm80(problem: AttentionProblem, inputs: AttentionInputs, *rest: Any) -> tuple[Tensor, ...]:
-    from ..kernels.launch import backward_sm80 as backward_launch
-
-    return backward_launch.backward(problem, inputs, *rest)
-
-
-def _arch_sm80() -> str:
-    return backends.arch_of("sm80")
-
-
-def _default_of_calls(direction: Direction, backend: str) -> Callable[[AttentionProblem, str], Any]:
+def _kernel(backend: str, direction: Direction, switches: tuple[Switch, ...] = (), **more: Any) -> Kernel:
     def default(problem: AttentionProblem, arch: str) -> Any:
         from ..kernels.heuristics import tuned  # not at the top: it needs files and locks that not every system has
 
         return tuned.choose(direction, backend, problem, arch)
 
-    return default
+    backward = _run(backend, "bwd") if direction == "bwd" else None
+    return Kernel(backend, _DEVICES[backend], default, _run(backend, "fwd"), switches, backward, **more)
 
 
-_HOPPER = "a Hopper GPU (compute capability 9.0)"
-_AMPERE = "a GPU of compute capability 8.0 or more"
-_PEERS_SM80 = ("sdpa-flash", "sdpa-efficient")  # they use the same instructions
+_DEVICES = {
+    "sm90": "a Hopper GPU (compute capability 9.0)",
+    "sm80": "a GPU of compute capability 8.0 or more",
+}
+_OF_SM80: dict[str, Any] = {
+    "arch": functools.partial(backends.arch_of, "sm80"),
+    "peers": ("sdpa-flash", "sdpa-efficient"),  # they use the same instructions
+}
 KERNELS = {
-    "sm90": Kernel("sm90", _HOPPER, _default_of_calls("fwd", "sm90"), _forward_sm90, FORWARD_SM90),
-    "sm80": Kernel(
-        "sm80", _AMPERE, _default_of_calls("fwd", "sm80"), _forward_sm80, (), None, ROAD_SM80, _arch_sm80, _PEERS_SM80
-    ),
+    "sm90": _kernel("sm90", "fwd", FORWARD_SM90),
+    "sm80": _kernel("sm80", "fwd", steps=ROAD_SM80, **_OF_SM80),
 }
 BACKWARD_KERNELS = {
-    "sm90": Kernel("sm90", _HOPPER, _default_of_calls("bwd", "sm90"), _forward_sm90, BACKWARD_SM90, _backward_sm90),
-    "sm80": Kernel(
-        "sm80",
-        _AMPERE,
-        _default_of_calls("bwd", "sm80"),
-        _forward_sm80,
-        (),
-        _backward_sm80,
-        arch=_arch_sm80,
-        peers=_PEERS_SM80,
-    ),
+    "sm90": _kernel("sm90", "bwd", BACKWARD_SM90),
+    "sm80": _kernel("sm80", "bwd", **_OF_SM80),
 }
 
 

@@ -95,20 +95,6 @@ def expected_rows(case: Case, inputs: Inputs, sample: Sample, compute_dtype: tor
     return {"dq": dq, "dk": dk.to(compute_dtype), "dv": dv.to(compute_dtype)}
 
 
-def attention_in_pytorch(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All rows of out, or of dq, dk and dv, by the definition with every intermediate in one dtype."""
-    q, k, v, dout = (x.detach().to(dtype).transpose(1, 2) for x in inputs)
-    leaves = [x.requires_grad_(case.direction == "bwd") for x in (q, k, v)]
-    scores = (q * q.shape[-1] ** -0.5) @ k.mT
-    if case.causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
-    out = scores.softmax(-1) @ v
-    if case.direction == "fwd":
-        return {"out": out.detach().transpose(1, 2)}
-    gradients = torch.autograd.grad(out, leaves, dout)
-    return {name: x.transpose(1, 2) for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)}
-
-
 def _hidden(case: Case, rows: Tensor) -> Tensor:
     """A (rows, seqlen_k) mask that is True where the query must not see the key."""
     position = rows[:, None] + (case.seqlen_k - case.seqlen_q)

@@ -100,8 +100,9 @@ class CacheCopies(NamedTuple):
     is_flushed: bool
 
     @classmethod
-    def of(cls, case: Case, l2_bytes: int) -> CacheCopies:
-        needed = max(1, math.ceil(L2_TIMES * l2_bytes / kv_bytes(case)))
+    def of(cls, num_bytes: int, l2_bytes: int) -> CacheCopies:
+        """Args: num_bytes: of one cache."""
+        needed = max(1, math.ceil(L2_TIMES * l2_bytes / num_bytes))
         return cls(min(needed, MOST_COPIES), needed > MOST_COPIES)
 
     def __str__(self) -> str:
@@ -234,7 +235,7 @@ def measure_row(set_name: str, case: Case, found: Found, options: Options) -> Ro
         return row
     copies = CacheCopies(1, False)
     if is_cuda:
-        copies = CacheCopies.of(case, torch.cuda.get_device_properties(device).L2_cache_size)
+        copies = CacheCopies.of(kv_bytes(case), torch.cuda.get_device_properties(device).L2_cache_size)
     row["copies"] = str(copies)
     steps = [make_step(case, device, seed) for seed in range(copies.number)]
     row["backend"] = decode.require_decode(problem_of(steps[0]))

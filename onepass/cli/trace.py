@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from ..bench.cases import DTYPES, Case
+from ..bench.clone import load
 from ..errors import UnsupportedError
 from ..testing.machine import describe
 from .ablate import DIRECTIONS
@@ -39,7 +40,8 @@ def trace(
     ablate`. It is compiled once more with time stamps, whose cost is in the table: a stamp reads the clock and stores
     eight bytes. Kernels that are not traced do not contain them.
 
-    Exits with 2 if this machine or kernel cannot take the case, with the reason.
+    The command needs a clone of the repository. It exits with 2 if this machine or kernel cannot take the case, with
+    the reason.
     """
     console = make_console()
     if direction not in DIRECTIONS:
@@ -57,12 +59,10 @@ def trace(
     require_output("--json", json_path)
     require_plot("--plot", plot_path)
 
-    from ..bench.timeline.chrome import to_chrome, write
-    from ..bench.timeline.record import record
-
     try:
+        record, traces = load("benchmarks.timeline.record").record, load("benchmarks.timeline.traces")
         timelines = record(case, row or None, device, lambda label: console.print(f"compiling: {label}", markup=False))
-    except UnsupportedError as error:
+    except (ImportError, UnsupportedError) as error:
         fail(str(error))
     table = Table(title=f"{direction}, {case.label}", **TABLE_STYLE)
     for heading in ("configuration", "ms", "with stamps", "change", "stamps"):
@@ -74,10 +74,9 @@ def trace(
     console.print(table)
     about = {**describe(device), "case": f"{direction}, {case.label}"}
     if json_path is not None:
-        write(to_chrome(timelines, about), json_path)
+        traces.write(traces.to_chrome(timelines, about), json_path)
         console.print(f"wrote {json_path}: open it in https://ui.perfetto.dev", markup=False)
     if plot_path is not None:
-        from ..bench.timeline.picture import draw, title_of
-
-        draw(timelines, title_of(about), plot_path)
+        picture = load("benchmarks.timeline.picture")
+        picture.draw(timelines, picture.title_of(about), plot_path)
         console.print(f"wrote {plot_path}", markup=False)

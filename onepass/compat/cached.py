@@ -323,25 +323,24 @@ def lengths_of(
     device: torch.device,
     capacity: int,
     seqlen_new: int,
-    name: str = "cache_seqlens",
     table: str | None = None,
 ) -> Tensor:
     """The filled lengths as a (batch,) tensor. The host checks an int, but not the values of a tensor on a device.
 
-    Args: name: the argument's name, for messages. table: the name of the page table of the call, if it has one.
+    Args: table: the name of the page table of the call, if it has one, for messages.
     """
     if cache_seqlens is None:
         cache_seqlens = capacity
     if is_integer(cache_seqlens) and not isinstance(cache_seqlens, bool):
-        cache_seqlens = check_int(name, cache_seqlens)
+        cache_seqlens = check_int("cache_seqlens", cache_seqlens)
         if table is not None and cache_seqlens + seqlen_new > capacity:
-            raise beyond_pages(name, table, cache_seqlens, capacity, seqlen_new)
+            raise beyond_pages("cache_seqlens", table, cache_seqlens, capacity, seqlen_new)
         refuse_lengths(cache_seqlens, cache_seqlens, capacity, seqlen_new)
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
-    tensors.check_tensor(name, cache_seqlens, "an int, an int32 torch.Tensor or None")
-    tensors.check_int32(name, cache_seqlens, (batch,), "one per batch entry", device)
+    tensors.check_tensor("cache_seqlens", cache_seqlens, "an int, an int32 torch.Tensor or None")
+    tensors.check_int32("cache_seqlens", cache_seqlens, (batch,), "one per batch entry", device)
     if table is not None:
-        refuse_beyond_pages(name, table, cache_seqlens, capacity, seqlen_new)
+        refuse_beyond_pages("cache_seqlens", table, cache_seqlens, capacity, seqlen_new)
     return cache_seqlens
 
 

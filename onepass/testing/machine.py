@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import time
-from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -105,21 +103,6 @@ def _gpu(device: str) -> dict[str, Any]:
     if answer:
         facts |= dict(zip(fields, (value.strip() for value in answer.splitlines()[0].split(",")), strict=False))
     return facts
-
-
-def under_load(call: Callable[[], object], seconds: float = 0.7) -> dict[str, str]:
-    """Clock, power and what holds the clock down, after the GPU has run nothing but this call for so many seconds."""
-    names = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
-    ended = time.perf_counter() + seconds
-    while time.perf_counter() < ended:
-        for _ in range(20):
-            call()
-        torch.cuda.synchronize()
-    for _ in range(400):  # these calls still run when the clock is read
-        call()
-    values = (_run("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader") or "").split(", ")
-    torch.cuda.synchronize()
-    return dict(zip(names.split(","), values, strict=False))
 
 
 def _git() -> dict[str, Any]:

@@ -89,11 +89,14 @@ def gradients(
         sizes = tile_sizes or TileSizes.choose(problem, cols[0].shape[1])
         stats = [piece.stats(x) for x in (lse, delta)]
         for group in head_groups(problem, n, sizes.heads):
-            _backward_group(
-                problem,
+            tensors = (
                 *(group.q_rows(x) for x in rows),
                 *(group.kv_rows(x) for x in cols),
                 *(group.stats(x) for x in stats),
+            )
+            _backward_group(
+                problem,
+                _Group(*tensors),
                 modifiers=make_modifiers(problem, inputs, piece, group),
                 sums=sums,
                 lse_is_safe=lse_is_safe,
@@ -134,6 +137,20 @@ def _gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return (-(p_sink * delta).transpose(-1, -2).flatten(0, -2).sum(0)).to(sinks.dtype)
 
 
+class _Group(NamedTuple):
+    """The tensors of some kv heads and of their query heads."""
+
+    q: Tensor  # (entries, kv heads, qhead_per_kvhead, seqlen_q, head_dim)
+    dout: Tensor
+    dq: Tensor
+    k: Tensor  # (entries, kv heads, seqlen_k, head_dim)
+    v: Tensor
+    dk: Tensor
+    dv: Tensor
+    lse: Tensor  # (entries, kv heads, qhead_per_kvhead, seqlen_q)
+    delta: Tensor
+
+
 class _QueryTile(NamedTuple):
     """The data of one tile of queries: loaded once, used by every tile of keys."""
 
@@ -148,15 +165,7 @@ class _QueryTile(NamedTuple):
 
 def _backward_group(
     problem: AttentionProblem,
-    q: Tensor,  # (entries, kv heads, qhead_per_kvhead, seqlen_q, head_dim)
-    dout: Tensor,
-    dq: Tensor,
-    k: Tensor,  # (entries, kv heads, seqlen_k, head_dim)
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    lse: Tensor,  # (entries, kv heads, qhead_per_kvhead, seqlen_q)
-    delta: Tensor,
+    tensors: _Group,
     *,
     modifiers: ScoreModifiers | None,
     sums: Gradients,
@@ -169,6 +178,7 @@ def _backward_group(
 
     All query heads of a kv head are stacked, so the GEMM sums dk and dv over them.
     """
+    q, dout, dq, k, v, dk, dv, lse, delta = tensors
     softcap, scale = problem.softcap, problem.softmax_scale
     seqlen_q, seqlen_k = q.shape[3], k.shape[2]
     geometry = (seqlen_q, seqlen_k, problem.mask.window_left, problem.mask.window_right)

@@ -159,42 +159,6 @@ def cpu_sampler(call: Call) -> Sampler:
     return sample
 
 
-def do_bench_sampler(call: Call, warmup_ms: int, rep_ms: int) -> Sampler:
-    """A sampler of triton's do_bench: the median of single calls, with the L2 cache flushed before each."""
-
-    def sample() -> float:
-        from triton.testing import do_bench
-
-        return do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="median")
-
-    return sample
-
-
-def host_us(call: Call, calls: int, samples: int = 1, clock: Callable[[], float] = time.thread_time) -> float:
-    """Microseconds that the host spends on a call: the median of the samples.
-
-    Args:
-        calls: calls of a sample. The GPU is waited for after each sample and never within one.
-        clock: time.thread_time counts the CPU time of this thread, time.perf_counter also the time that it waits.
-    """
-
-    def wait() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-    for _ in range(min(calls, 50)):
-        call()
-    spent = []
-    for _ in range(samples):
-        wait()
-        started = clock()
-        for _ in range(calls):
-            call()
-        spent.append(clock() - started)
-    wait()
-    return 1e6 * statistics.median(spent) / calls
-
-
 def input_copies(bytes_per_call: int) -> int:
     """How many copies of the inputs a CUDA sampler should rotate through, so that none is still in the L2 cache."""
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_calls import random_call
 from refusals import DENSE, PACKED, packed, refused, tensors
 from repeated_calls import INT32, OPTIONS, Seen, check_each_value_has_its_own_call, outcome, same
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,7 +21,6 @@ from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.kernels.config import ForwardConfigSm80
 from onepass.ops import attention as ops
-from onepass.testing.inputs import random_call
 
 
 @pytest.fixture(autouse=True)

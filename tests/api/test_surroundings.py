@@ -5,11 +5,11 @@ import dataclasses
 
 import pytest
 import torch
+from decode_calls import random_decode_call
+from random_calls import random_call
 
 import onepass
 from onepass.compat import flash_attn, sdpa
-from onepass.testing.decoding import random_decode_call
-from onepass.testing.inputs import random_call
 
 BF16, FP16, INT32 = torch.bfloat16, torch.float16, torch.int32
 
@@ -209,7 +209,7 @@ def test_same_bits(name, surroundings):
 
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 def test_a_seed_repeats_its_case(surroundings):
-    """The calls that `onepass.testing` makes from a seed are the same under any default dtype."""
+    """The random calls of a seed are the same under any default dtype."""
     for make in (random_call, random_decode_call):
         for seed in range(12):
             expected = make(seed)

@@ -20,7 +20,7 @@ def cpuinfo(monkeypatch):
 
         cpu.features.cache_clear()
         monkeypatch.setattr(Path, "read_text", read_text)
-        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+        monkeypatch.setattr(platform, "machine", lambda: "aarch64")
 
     yield read
     cpu.features.cache_clear()
@@ -29,11 +29,9 @@ def cpuinfo(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "features"),
     [
-        ("processor : 0\nflags\t\t: sse avx2 avx\nbugs : x\nprocessor : 1\nflags : mmx\n", "avx avx2 sse x86_64"),
-        ("flags : avx hle rtm\n", "avx x86_64"),  # transactions, which compiled code does not use
-        ("Features\t: fp asimd\n", "asimd fp x86_64"),  # as ARM CPUs have it
-        ("nothing known\n", "x86_64"),
-        (None, "x86_64"),
+        ("processor : 0\nFeatures\t: fp sve asimd\nbugs : x\nprocessor : 1\nFeatures : mmx\n", "aarch64 asimd fp sve"),
+        ("nothing known\n", "aarch64"),
+        (None, "aarch64"),
     ],
 )
 def test_features(cpuinfo, text, features):
@@ -42,6 +40,13 @@ def test_features(cpuinfo, text, features):
 
 
 def test_missing_features(cpuinfo):
+    cpuinfo("Features : fp asimd\n")
+    assert cpu.missing("fp aarch64") == cpu.missing("") == []
+    assert cpu.missing("sve fp i8mm aarch64") == ["i8mm", "sve"]
+    assert cpu.missing("x86_64") == ["x86_64"]
+
+
+def test_x86_needs_no_features(cpuinfo, monkeypatch):
     cpuinfo("flags : avx avx2\n")
-    assert cpu.missing("avx x86_64") == cpu.missing("") == []
-    assert cpu.missing("sse4a avx amx x86_64") == ["amx", "sse4a"]
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert cpu.features() == "x86_64"

@@ -17,7 +17,6 @@ from onepass.kernels.compiler.pool import (
     WorkerProcess,
     compile_behind,
     compile_each,
-    compiling_in_background,
     start_early,
 )
 
@@ -95,29 +94,6 @@ def test_ctrl_c_waits_for_nobody():
     assert time.perf_counter() - started < 5
     assert crew.closed == 2
     assert threading.active_count() == before
-
-
-def test_in_the_background():
-    """Failures are available after the body, and requests that are not done by then are dropped."""
-    crew = Crew(RuntimeError)
-    with compiling_in_background(REQUESTS, 1, crew) as failed:
-        assert crew.has_begun_6.wait(10)
-        assert failed == {}
-        started = time.perf_counter()
-    assert time.perf_counter() - started < 5
-    assert {key: reason for (_, (key,), _), reason in failed.items()} == {
-        1: "odd",
-        3: "odd",
-        5: "RuntimeError: no more processes",
-    }
-    assert crew.closed == 1
-
-
-def test_nothing_to_do_in_the_background():
-    crew = Crew()
-    with compiling_in_background(REQUESTS[:1], 1, crew) as failed:
-        pass
-    assert (failed, crew.compiled) == ({}, [])
 
 
 def test_behind_the_caller():

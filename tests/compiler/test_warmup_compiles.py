@@ -1,8 +1,12 @@
 """`onepass.warmup` with the real compiler, without a GPU."""
 
 import importlib.util
+import platform
+import shutil
+import subprocess
 
 import pytest
+import shipped
 import torch
 
 import onepass
@@ -14,6 +18,24 @@ from onepass.kernels.launch import backward_sm90 as backward_launch
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
 )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="not an x86-64 CPU, or no disassembler"
+)
+def test_host_code_runs_on_every_x86_cpu(tmp_path):
+    """It has no VEX or EVEX instructions (AVX, BMI), whose names begin with v or end with x."""
+    problem = shipped.problem(64, 64)
+    file = tmp_path / "kernel.o"
+    for request in backward_launch.compile_requests(problem):
+        compile.compile_now(request.arch, request.trace).export_to_c(str(file), function_name="kernel")
+        code = subprocess.run(["objdump", "-d", file], capture_output=True, text=True, check=True).stdout
+        names = {line.split("\t")[2].split()[0] for line in code.splitlines() if line.count("\t") > 1}
+        assert {"movups", "push", "call"} <= names
+        assert [
+            n for n in sorted(names) if n.startswith("v") or n in {"shlx", "shrx", "sarx", "rorx", "mulx", "andn"}
+        ] == []
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode_calls import random_decode_call
+from random_calls import random_call
 
 import onepass
 from onepass import cpu, reference, tiled
@@ -13,7 +15,6 @@ from onepass.cpu import operators
 from onepass.dispatch import decode as dispatch
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.problem.decode import DecodeInputs, DecodeProblem
-from onepass.testing import random_call, random_decode_call
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -8,6 +8,7 @@ import machine_code
 import pytest
 import sm80_decode
 import torch
+from decode_calls import random_decode_call
 
 import onepass
 from onepass import reference
@@ -15,7 +16,6 @@ from onepass.api import decode_calls
 from onepass.kernels.launch import merge as merge_launch
 from onepass.problem import Modifiers
 from onepass.problem.decode import DecodeInputs
-from onepass.testing import random_decode_call
 from onepass.testing.budget import compare, compare_lse
 from onepass.tiled import cache
 from onepass.tiled.decode import decode as tiled

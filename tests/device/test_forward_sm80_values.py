@@ -12,6 +12,7 @@ import ptx_interpreter
 import pytest
 import sm80_forward
 import torch
+from random_calls import random_call
 
 from onepass.geometry import tile_scheduler
 from onepass.geometry.integers import ceil_div
@@ -22,7 +23,7 @@ from onepass.kernels.launch import modifiers
 from onepass.kernels.launch.arguments import score_scales, window_bounds
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing.budget import compare, compare_lse
-from onepass.testing.inputs import Call, random_call
+from onepass.testing.inputs import Call
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
@@ -72,7 +73,7 @@ class Arguments:
         scales = [struct.pack("<f", x) for x in score_scales(problem) if x is not None]
         self.values += scales + [struct.pack("<i", x) for x in window_bounds(problem) if x is not None]
         self.modifiers(modifiers.arguments_of(problem, inputs.modifiers))
-        section, self.num_tiles = launch.grid(problem, config)
+        section, self.num_tiles = launch.grid(problem, config).values()
         heads = problem.num_heads_q // config.group(problem)
         if problem.is_packed:
             self.values += fast_divisor(heads)
@@ -114,7 +115,7 @@ class Arguments:
                 form = f"<Q{value.dim()}i{padding}{value.dim()}q"
                 zero = [0] if padding else []
                 self.values.append(struct.pack(form, self.put(value), *value.shape, *zero, *value.stride()))
-            else:
+            elif value is not None:
                 self.values.append(struct.pack("<i" if isinstance(value, int) else "<f", value))
 
     def vector(self, t: torch.Tensor):

@@ -14,8 +14,9 @@ import torch
 from test_elements_in_python import Float, Values, fresh, size
 from test_query_bounds_values import CONFIGS, RandomCall
 
+from onepass.kernels.arguments import AppendArguments, QueryBoundsArguments
 from onepass.kernels.launch import modifiers, query_bounds
-from onepass.kernels.launch.arguments import QueryBoundsArguments, window_bounds
+from onepass.kernels.launch.arguments import window_bounds
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
@@ -120,8 +121,7 @@ def device(monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
     monkeypatch.setattr(modules["bounds"], "write_four", modules["bounds"].write_four.__wrapped__)
     monkeypatch.setattr(modules["bounds"], "sequence_of_block", rows.sequence_of_block.__wrapped__)
-    for name in ("Modifiers", "ModifierTensors"):
-        monkeypatch.setattr(modules["bounds"], name, getattr(modules["modifiers"], name))
+    monkeypatch.setattr(modules["bounds"], "Modifiers", modules["modifiers"].Modifiers)
     return SimpleNamespace(**modules, lane=lane, arch=arch)
 
 
@@ -252,8 +252,9 @@ def test_rows_that_a_step_writes_and_rotates(device, monkeypatch, seqlen_q, seql
     for number, which in itertools.product(range(3 * count), range(3)):
         device.arch.block_idx = lambda place=(number, 0, which): place
         caches = (new, new, cache, cache) if seqlen_new else (None,) * 4
-        lengths = Values(filled), None, "cos", "sin", None, None, None, seqlen_new, count
-        type(kernel).kernel.__wrapped__(kernel, q, q, *caches, *lengths)
+        more = {"cos": "cos", "sin": "sin", "seqlen_new": seqlen_new, "rows": count}
+        arguments = AppendArguments(q, q, *caches, Values(filled), **more)
+        type(kernel).kernel.__wrapped__(kernel, arguments)
     expected = {}
     for entry, start in enumerate(filled):
         for row in range(seqlen_q):
@@ -322,9 +323,9 @@ def test_query_bounds(device, seed):
     def kernel(*arguments):
         given, kernel = QueryBoundsArguments(*arguments), query_bounds.kernel_of(call.problem, config)
         given.extremes.copy_(torch.tensor([0, 0, 2**30, 2**30]))  # of a block without rows
-        code = device.bounds.QueryBounds(*kernel[:5])
+        code = device.bounds.QueryBounds(*kernel[:4])
         tensors = device.modifiers.ModifierTensors(
-            **{name: Values(t.numpy()) for name, t in zip(kernel.fields, given.modifiers, strict=True)}
+            **{name: Values(t.numpy()) for name, t in given.modifiers._asdict().items() if t is not None}
         )
         lengths = device.bounds.Lengths(
             *(
@@ -384,7 +385,7 @@ def test_gradients_of_a_pair_with_dropout(device, monkeypatch, factor):
     products = {"q": Float(0.5), "dout": Float(-3.0)}
     monkeypatch.setattr(device.repair, "dot", lambda a, b, vector_bytes: products[a])
     pairs = SimpleNamespace(score=lambda score, other: score + other, keep_factor=lambda other: factor)
-    given = "q", "k", "dout", "v", Float(-1.0), Float(0.75), 2.0, None
+    given = "q", "k", "dout", "v", Float(-1.0), Float(0.75), SimpleNamespace(scale_log2=2.0, tanh_scale=None)
     gradient = device.repair._gradient_of_score.__wrapped__
     p = 2.0 ** ((0.5 + 0.25) * 2.0 - 1.0)
     assert gradient(*given, True, 16, pairs, 0.25) == pytest.approx(p if factor else 0.0)

@@ -10,13 +10,13 @@ import fp8_kernels
 import machine_code
 import pytest
 import torch
+from same_rounding import assert_same_rounding
 
 import onepass
 from onepass.dispatch import fp8
 from onepass.kernels.launch import quantize as launch
 from onepass.ops import quantize
 from onepass.quantization import codec
-from onepass.testing import assert_same_rounding
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),

@@ -8,13 +8,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from random_modifiers import NAMES, random_modifiers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import onepass
 from onepass import distributed
 from onepass.distributed import layouts
-from onepass.testing.modifiers import NAMES, random_modifiers
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 PAGE_SIZE = 3

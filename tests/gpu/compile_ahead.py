@@ -14,7 +14,6 @@ import inspect
 import os
 import re
 import types
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,16 +43,13 @@ def config_of(call: Call) -> ForwardConfigSm90:
     return heuristics.forward_config_sm90(problem_of(call))
 
 
-@contextlib.contextmanager
-def compiled_ahead(requests: Iterable[tuple]) -> Iterator[None]:
+def compile_behind(cases: Iterable[tuple]) -> None:
     """Fill the kernel cache in this order while the tests run, with a process on every core but one.
 
     A test that comes to its kernel first waits for the process that compiles it, or compiles it itself.
     """
-    with pool.compiling_in_background(requests, max(1, pool.num_cpus() - 1)) as failures:
-        yield
-    for (name, *_), reason in failures.items():
-        warnings.warn(f"{name} was not compiled ahead of time: {reason}", RuntimeWarning, stacklevel=1)
+    requests = (request for case in cases for request in requests_of(*case))
+    pool.compile_behind(requests, max(1, pool.num_cpus() - 1))
 
 
 def cases_of(items: Iterable[pytest.Item]) -> dict[tuple, None]:

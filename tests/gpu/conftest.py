@@ -21,11 +21,8 @@ def _compiled_ahead(request):
     cases = compile_ahead.cases_of(request.session.items)
     # starting processes does not pay for a few kernels; with several pytest processes, the first one compiles for all
     is_first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
-    if not (gpu_cases.ON_GPU and gpu_cases.IS_READY and is_first) or len(cases) < 8:
-        yield
-        return
-    with compile_ahead.compiled_ahead(kernel for case in cases for kernel in compile_ahead.requests_of(*case)):
-        yield
+    if gpu_cases.ON_GPU and gpu_cases.IS_READY and is_first and len(cases) >= 8:
+        compile_ahead.compile_behind(cases)
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from decode_calls import DecodeCall, random_decode_call
 from gpu_cases import DEVICE, NAN, size
 from torch import Tensor
-
-from onepass.testing import DecodeCall, random_decode_call
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 
@@ -129,7 +128,7 @@ class E4m3Case(DecodeCase):
 
 @dataclass(frozen=True)
 class RandomDecodeCase:
-    """A call of `onepass.testing.random_decode_call`, with up to 700 keys on a GPU."""
+    """A call of `random_decode_call`, with up to 700 keys on a GPU."""
 
     seed: int
     many_rows: bool = False

@@ -20,12 +20,13 @@ from typing import Any
 
 import pytest
 import torch
+from random_calls import fenced, random_call
 from torch import Tensor
 
 import onepass
 from onepass.dispatch import backends
 from onepass.testing.budget import compare
-from onepass.testing.inputs import Call, fenced, random_call
+from onepass.testing.inputs import Call
 
 DEVICE = os.environ.get("ONEPASS_TEST_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"
@@ -192,7 +193,7 @@ def case(seqlen_q, seqlen_k, *, options: dict | None = None, **fields: Any) -> C
 
 @dataclass(frozen=True)
 class RandomCase:
-    """A call of `onepass.testing.random_call`."""
+    """A call of `random_call`."""
 
     seed: int
     dtype: torch.dtype | None = None

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from gpu_cases import GpuCall, assert_taken, nan_in, poisoned_memory
+from random_calls import fenced
 from torch import Tensor
 
 from onepass.reference import Reference
 from onepass.testing import Call, compare_gradients
-from onepass.testing.inputs import fenced
 
 
 class Loss(NamedTuple):

@@ -6,6 +6,7 @@ V is rounded by the same operations and has equal bits. Rotated rows of Q and K 
 import pytest
 import torch
 from gpu_cases import BF16, DEVICE, FP16, INF, NAN, ON_GPU, lengths_tensor, offsets
+from same_rounding import assert_same_rounding
 
 import onepass
 from onepass.api import fast_path
@@ -14,7 +15,7 @@ from onepass.kernels.config import p_exponent
 from onepass.kernels.heuristics.sm90 import LAZY_FP8
 from onepass.ops import quantize
 from onepass.quantization import codec, dequantize, layout
-from onepass.testing import assert_same_rounding, fp8_budget
+from onepass.testing import fp8_budget
 
 HAS_E4M3 = ON_GPU and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 IS_HOPPER = HAS_E4M3 and torch.cuda.get_device_capability() == (9, 0)

@@ -9,8 +9,7 @@ import itertools
 
 import torch
 from gpu_cases import BF16, FP16, RandomCase, cases, check, needs_hopper, size
-
-from onepass.testing.modifiers import NAMES
+from random_modifiers import NAMES
 
 pytestmark = needs_hopper
 

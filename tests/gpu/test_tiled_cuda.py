@@ -3,9 +3,10 @@
 import pytest
 import torch
 from gpu_cases import RandomCase, cases
+from random_calls import random_call
 
 import onepass
-from onepass.testing import compare, compare_lse, random_call
+from onepass.testing import compare, compare_lse
 
 pytestmark = [
     pytest.mark.gpu,

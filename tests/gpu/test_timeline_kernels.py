@@ -3,10 +3,10 @@
 import pytest
 from gpu_cases import BACKEND, ON_GPU, needs_hopper
 
+from benchmarks.timeline.acts import ISSUE, gemms_in_flight
+from benchmarks.timeline.record import record
 from onepass.bench.ablation import FULL
 from onepass.bench.cases import Case
-from onepass.bench.timeline.acts import ISSUE, gemms_in_flight
-from onepass.bench.timeline.record import record
 
 pytestmark = [*needs_hopper, pytest.mark.skipif(not ON_GPU or BACKEND != "sm90", reason="needs a GPU for sm90")]
 

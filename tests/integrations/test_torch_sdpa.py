@@ -414,6 +414,7 @@ def refusals():
         (lambda: operators.sdpa_flash(q, k, v, 0.0, False, True), debug),
         (lambda: operators.sdpa_flash(q, k, wide), sizes),
         (lambda: operators.sdpa_flash(q, k, v, sinks=1), "sinks: expected None, got int"),
+        (lambda: operators.flash_backward(*rows, sinks=1), "sinks: expected None, got int"),
         (lambda: operators.flash_forward(*rows, *whole[:-1], True), debug),
         (lambda: operators.flash_forward(*rows[:2], heads_second(wide), *whole), sizes),
         (lambda: operators.sdpa_cudnn(q, k, v, None, True, 0.0, False, True), debug),

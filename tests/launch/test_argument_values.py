@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import onepass
+from onepass.kernels.arguments import BackwardSm90Arguments, PreprocessArguments
 from onepass.kernels.config import BackwardConfigSm80, BackwardConfigSm90
 from onepass.kernels.launch import arguments, backward_sm90, forward_sm80, forward_sm90, modifiers
 from onepass.kernels.launch.backward import BackwardLaunch, counts
@@ -126,21 +127,21 @@ def test_terms_reach_a_kernel_with_rows_first():
     slopes, bias = torch.rand(4), torch.rand(2, 1, 1, 50, dtype=torch.float64)
     problem, inputs = posed(key_ranges=ranges, q_positions=positions, alibi_slopes=slopes, bias=bias)
     found = modifiers.arguments_of(problem, inputs.modifiers)
-    assert torch.equal(found[0][7, :, 3, 1], ranges[0, 3, 7])
-    assert torch.equal(found[1][:, 1], positions[1])
-    assert torch.equal(found[2], slopes[:, None].expand(4, 2))
+    assert torch.equal(found.ranges[7, :, 3, 1], ranges[0, 3, 7])
+    assert torch.equal(found.positions[:, 1], positions[1])
+    assert torch.equal(found.slopes, slopes[:, None].expand(4, 2))
     # with positions the only row of a bias is that of every position; a kernel reads no float64
-    assert found[3].shape == (2**30, 50, 4, 2)
-    assert found[3].dtype == torch.float32
-    assert torch.equal(found[3][2**30 - 1, :, 3, 1], bias[1, 0, 0].float())
-    assert found[4] == pytest.approx(1 / 0.25)
+    assert found.bias.shape == (2**30, 50, 4, 2)
+    assert found.bias.dtype == torch.float32
+    assert torch.equal(found.bias[2**30 - 1, :, 3, 1], bias[1, 0, 0].float())
+    assert found.term_scale == pytest.approx(1 / 0.25)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 50), (30, 1), (30, 50)])
 def test_a_bias_is_seen_in_full(rows, columns):
     bias = torch.rand(1, 4, rows, columns)
     problem, inputs = posed(bias=bias)
-    seen = modifiers.arguments_of(problem, inputs.modifiers)[0]
+    seen = modifiers.arguments_of(problem, inputs.modifiers).bias
     assert torch.equal(seen, bias.expand(2, 4, 30, 50).permute(2, 3, 1, 0))
 
 
@@ -148,9 +149,14 @@ def test_dropout_knows_the_heads_of_the_whole_call():
     state = torch.tensor([5, 6])
     problem, inputs = posed(dropout_state=state)
     problem = replace(problem, dropout_p=0.5)
-    assert modifiers.arguments_of(problem, inputs.modifiers)[-2:] == (0, 4)
+
+    def heads_of(problem):
+        found = modifiers.arguments_of(problem, inputs.modifiers)
+        return found.first_head, found.all_heads
+
+    assert heads_of(problem) == (0, 4)
     problem = replace(problem, first_head=3, all_heads=12)
-    assert modifiers.arguments_of(problem, inputs.modifiers)[-2:] == (3, 12)
+    assert heads_of(problem) == (3, 12)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +241,7 @@ def test_what_a_backward_prepares_for_its_kernels(private_dq, is_packed, lengths
 
     for name in ("tile_counter", "zero_counters"):
         monkeypatch.setattr(backward_sm90, name, lambda *_: None)
-    classes = arguments.PreprocessArguments, arguments.BackwardSm90Arguments
+    classes = PreprocessArguments, BackwardSm90Arguments
     kernels = *(kernel(names._fields) for names in classes), kernel(), kernel()
     launch = backward_sm90.Launch(problem, config, *kernels, None, 4, 1, 1)
     rows = (lambda n: (n,)) if is_packed else (lambda n: (2, n))

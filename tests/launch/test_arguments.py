@@ -1,11 +1,12 @@
-"""The NamedTuples of kernel arguments name the parameters of the kernels, in their order."""
+"""The NamedTuples of kernel arguments, and how a kernel takes one."""
 
 import importlib.util
 import inspect
 
 import pytest
 
-from onepass.kernels.launch import arguments
+from onepass.kernels import arguments
+from onepass.kernels.launch.arguments import in_order
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
@@ -31,7 +32,8 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("name", "module", "kernel"), KERNELS)
-def test_the_names_are_those_of_the_kernel(name, module, kernel):
+def test_each_field_is_a_parameter_of_the_kernel(name, module, kernel):
+    """A compiled kernel changes to the device of a tensor that is a parameter, not to that of one in a tuple."""
     function = getattr(importlib.import_module(module), kernel).__call__
     parameters = tuple(inspect.signature(function).parameters)
     assert parameters == ("self", *getattr(arguments, name)._fields, "stream")
@@ -43,7 +45,9 @@ def test_every_list_of_arguments_belongs_to_a_kernel():
 
 
 def test_in_order_is_the_named_tuple_itself():
-    made = arguments.ForwardSm90Arguments(1, 2, 3, 4, 5, seqused_k=6, num_ctas=7)
-    assert arguments.forward_sm90_arguments(1, 2, 3, 4, 5, seqused_k=6, num_ctas=7) == tuple(made)
+    made = arguments.ForwardSm90Arguments(1, 2, 3, 4, 5, seqused_k=6, num_ctas=7, window_left=8)
+    make = in_order(arguments.ForwardSm90Arguments, {"num_ctas": 7, "window_left": 9})
+    assert make(1, 2, 3, 4, 5, seqused_k=6, window_left=8) == tuple(made)
+    assert in_order(arguments.ForwardSm90Arguments, {})(1, 2, 3, 4, 5) == arguments.ForwardSm90Arguments(1, 2, 3, 4, 5)
     with pytest.raises(TypeError, match="lse"):
-        arguments.forward_sm90_arguments(1, 2, 3, 4)
+        make(1, 2, 3, 4)

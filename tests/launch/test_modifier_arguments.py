@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from onepass.kernels.arguments import QueryBoundsArguments
 from onepass.kernels.config import BackwardConfigSm80, BackwardConfigSm90
 from onepass.kernels.launch import modifiers, query_bounds
-from onepass.kernels.launch.arguments import QueryBoundsArguments
 from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 
 CONFIG = BackwardConfigSm90(tile_m=128, q_stages=2, dynamic_tiles=True)
@@ -81,7 +81,7 @@ def test_each_modifier_alone_reaches_the_kernel(name):
     problem, inputs = posed((2,), (4, 2), 300, 300, **({} if name is None else {name: given[name]}))
     problem = replace(problem, dropout_p=0.5 if name == "dropout_state" else 0.0)
     assert problem.has_modifiers == (name is not None)
-    assert bool(modifiers.arguments_of(problem, inputs.modifiers)) == (name is not None)
+    assert any(t is not None for t in modifiers.arguments_of(problem, inputs.modifiers)) == (name is not None)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -116,7 +116,11 @@ def test_what_a_kernel_adds_for_pairs_becomes_the_gradient_of_terms(sizes, is_pa
     problem, inputs = posed(() if is_packed else (3,), (2, 1), rows, keys, bias=bias, alibi_slopes=slopes, **offsets)
     problem = replace(problem, deterministic=is_deterministic)
     terms = modifiers.gradients_of_terms(problem, BackwardConfigSm80(), inputs)
-    of_slopes, of_bias = modifiers.backward_arguments(problem, None, terms)
+    given = modifiers.arguments_of(problem, inputs.modifiers)
+    passed = modifiers.backward_arguments(problem, given, None, terms)
+    of_slopes, of_bias = passed.dslopes, passed.dbias
+    assert passed.slopes is given.slopes
+    assert passed.bias is given.bias
     by_slope, by_pair = torch.randn(of_slopes.shape), torch.randint(-3, 4, (rows, keys, 2, 1 if is_packed else 3))
     of_slopes += by_slope
     for place in itertools.product(*map(range, by_pair.shape)):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_decode_launch import OPTIONS, inputs_of
 
+from onepass.kernels import arguments as kernel_arguments
 from onepass.kernels.compiler import compile
 from onepass.kernels.launch import append as append_launch
 from onepass.kernels.launch import (
@@ -24,17 +25,17 @@ from onepass.validation.decode import check_decode
 
 INT32, BF16 = torch.int32, torch.bfloat16
 NAMES = {
-    "forward": arguments.ForwardSm90Arguments,
-    "forward_sm80": arguments.ForwardSm80Arguments,
-    "backward_preprocess": arguments.PreprocessArguments,
-    "backward": arguments.BackwardSm90Arguments,
-    "backward_sm80": arguments.BackwardSm80Arguments,
-    "backward_postprocess": arguments.PostprocessArguments,
-    "backward_sinks": arguments.SinkGradientsArguments,
-    "decode": arguments.ForwardSm90Arguments,
-    "decode_sm80": arguments.ForwardSm80Arguments,
-    "append_to_cache": arguments.AppendArguments,
-    "merge_splits": arguments.MergeArguments,
+    "forward": kernel_arguments.ForwardSm90Arguments,
+    "forward_sm80": kernel_arguments.ForwardSm80Arguments,
+    "backward_preprocess": kernel_arguments.PreprocessArguments,
+    "backward": kernel_arguments.BackwardSm90Arguments,
+    "backward_sm80": kernel_arguments.BackwardSm80Arguments,
+    "backward_postprocess": kernel_arguments.PostprocessArguments,
+    "backward_sinks": kernel_arguments.SinkGradientsArguments,
+    "decode": kernel_arguments.ForwardSm90Arguments,
+    "decode_sm80": kernel_arguments.ForwardSm80Arguments,
+    "append_to_cache": kernel_arguments.AppendArguments,
+    "merge_splits": kernel_arguments.MergeArguments,
 }
 
 

@@ -110,15 +110,16 @@ class Softmax:
             if cutlass.const_expr(tile == 0):
                 softmax.begin(s)
             elif cutlass.const_expr(self.threshold > 0):
-                step = acc_step if self.apart else None
-                softmax.update_lazily(s, acc_o, n_block in self.masked, is_in_flight=False, acc_step=step)
+                softmax.update_lazily(s, n_block in self.masked, None if self.apart else acc_o)
             else:
                 softmax.update(s)
                 softmax.rescale(acc_o)
-            for r in cutlass.range_constexpr(2):
-                if cutlass.const_expr(self.apart):
+            if cutlass.const_expr(self.apart):
+                for r in cutlass.range_constexpr(2):
                     acc_o[r, 0] = acc_o[r, 0] + acc_step[r, 0]
                     acc_step[r, 0] = Float32(0.0)
+                softmax.rescale_lazily(acc_o)
+            for r in cutlass.range_constexpr(2):
                 acc = acc_step if self.apart else acc_o
                 if cutlass.const_expr(self.p_codes):
                     for c in cutlass.range_constexpr(0, columns, 2):

@@ -73,7 +73,7 @@ def key(arch: str, trace: Callable[[], tuple]) -> str:
 def sources(root: Path = ROOT) -> list[Path]:
     """The files that an entry depends on and `compile.environment` does not cover: how kernels are read, and kernels
     outside of the package's folder of kernels."""
-    files = sorted(path for folder in ("onepass", "tests") for path in (root / folder).rglob("*.py"))
+    files = sorted(path for folder in ("onepass", "benchmarks", "tests") for path in (root / folder).rglob("*.py"))
     return [path for path in files if path.name == "machine_code.py" or _HAS_KERNELS.search(path.read_bytes())]
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import divergence
 import kept_kernels
 
 
@@ -33,6 +34,7 @@ class MachineCode(NamedTuple):
         dynamic_smem: bytes of shared memory of each launch.
         order: the kernel's GEMMs, waits for them, exponentials and transfers of a warp's tiles, as they stand in the
             program: "mma 12, wait 1, ex2 32, wait 0, ..." (see NAMES).
+        parted: the instructions of warpgroups that some of their warps may execute without the others (divergence.py).
         digest: of the instructions and nothing else; names of modules and functions do not count.
     """
 
@@ -42,6 +44,7 @@ class MachineCode(NamedTuple):
     serialized: str
     dynamic_smem: list[int]
     order: str
+    parted: list[str]
     digest: str
 
     def count(self, pattern: str) -> int:
@@ -75,6 +78,7 @@ def read_with_ptx(arch: str, trace: Callable[[], tuple]) -> tuple[MachineCode, s
     """
     fields, ptx = kept_kernels.get(arch, trace, lambda: compile_and_read(arch, trace))
     code = MachineCode(*fields)
+    assert code.parted == [], "not all warps of a warpgroup are sure to execute these together"
     return code._replace(opcodes=Counter(code.opcodes)), ptx
 
 
@@ -109,7 +113,8 @@ def compile_and_read(arch: str, trace: Callable[[], tuple]) -> tuple[MachineCode
     sections = sorted(_sections(compiled.__cubin__, b".text"))
     assert sections
     digest = hashlib.sha256(b"".join(sections)).hexdigest()[:16]
-    code = MachineCode(opcodes, spills_in_gemms, registers, reason[1] if reason else "", smem, order, digest)
+    parted = divergence.parted(compiled.__ptx__)
+    code = MachineCode(opcodes, spills_in_gemms, registers, reason[1] if reason else "", smem, order, parted, digest)
     return code, compiled.__ptx__
 
 

@@ -8,8 +8,8 @@ import torch
 from sm80_decode import Parameters, integer
 
 from onepass.geometry.integers import ceil_div
+from onepass.kernels.arguments import QueryBoundsArguments
 from onepass.kernels.launch import query_bounds as launch
-from onepass.kernels.launch.arguments import QueryBoundsArguments
 
 ARCH = "sm_80"
 
@@ -45,7 +45,8 @@ def run(kernel: launch.Kernel, *arguments, **order):
     given.bounds.fill_(-1)
     p, (address,) = parameters(given.extremes)
     for t in given.modifiers:
-        p.strided(t)
+        if t is not None:
+            p.strided(t)
     p.values += [integer(n) for n in (given.window_left, given.window_right) if n is not None]
     for t in lengths:
         p.tensor(t)

@@ -11,6 +11,7 @@ import torch
 
 from onepass.geometry import tile_scheduler
 from onepass.geometry.integers import ceil_div
+from onepass.kernels.arguments import ForwardSm80Arguments
 from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.heuristics.decode import decode_config_sm80
 from onepass.kernels.launch import append as append_launch
@@ -18,7 +19,6 @@ from onepass.kernels.launch import arguments as cache_launch
 from onepass.kernels.launch import decode_sm80 as decode_launch
 from onepass.kernels.launch import forward_sm80 as launch
 from onepass.kernels.launch import merge as merge_launch
-from onepass.kernels.launch.arguments import ForwardSm80Arguments
 from onepass.kernels.launch.decode import SplitPlan
 from onepass.problem import AttentionInputs
 from onepass.problem.decode import DecodeInputs, DecodeProblem
@@ -149,7 +149,7 @@ def forward(
     for value in arguments.modifiers or ():
         if isinstance(value, torch.Tensor):
             kernel.strided(value)
-        else:
+        elif value is not None:
             kernel.values.append(struct.pack("<f", value))
     heads = attention.num_heads_q // config.group(attention)
     if attention.is_packed:

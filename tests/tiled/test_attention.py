@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from random_calls import random_call
 
 import onepass
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
-from onepass.testing import Call, compare, random_call
+from onepass.testing import Call, compare
 from onepass.tiled import backward, forward
 from onepass.tiled.tile_sizes import TileSizes
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode_calls import random_decode_call
 
 import onepass
 from onepass import reference
 from onepass.problem.decode import DecodeInputs
-from onepass.testing import floor_of_out, random_decode_call
+from onepass.testing import floor_of_out
 from onepass.testing.budget import compare, compare_lse
 from onepass.tiled import decode
 from onepass.validation.decode import check_decode

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from decode_calls import random_decode_call
 
 import onepass
-from onepass.testing import random_decode_call
 from onepass.tiled.cache import rotate
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn

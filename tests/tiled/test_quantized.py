@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tensor_cores import e4m3_matmul
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
@@ -13,7 +14,6 @@ from onepass import reference
 from onepass.ops import quantize
 from onepass.quantization import codec, dequantize, layout, rotation
 from onepass.testing import compare_gradients, fp8_budget, table3
-from onepass.testing.tensor_cores import e4m3_matmul
 
 INT32 = torch.int32
 GRANULARITIES = ["row", "block", "head", "tensor"]

@@ -62,7 +62,7 @@ def test_wrong_results_are_not_timed(one_rank, monkeypatch):
     """A contender that is off beside one device is a failure, and so is the run."""
     right = distributed.attention
     monkeypatch.setattr(contenders.distributed, "attention", lambda *a, **k: _scaled(right(*a, **k)))
-    args = argparse.Namespace(activity=False, graphs=False, rounds=1, sample_ms=0.1, peers=0, out=None)
+    args = argparse.Namespace(graphs=False, rounds=1, sample_ms=0.1, peers=0, out=None)
     case = cases.ContextCase("causal", 4, 2, 20, "fwd", 16)
     args.chosen, args.ranks = [case], one_rank
     row = suite.measured(case, args, one_rank)
@@ -80,7 +80,7 @@ def test_graphs_are_timed_beside_calls(one_rank, monkeypatch):
     """A CUDA graph of each of onepass's calls is a contender with the shares of the call."""
     names = []
     monkeypatch.setattr(suite, "Captured", lambda work: names.append(work) or work)
-    args = argparse.Namespace(activity=False, graphs=True, rounds=1, sample_ms=0.1, peers=0, out=None)
+    args = argparse.Namespace(graphs=True, rounds=1, sample_ms=0.1, peers=0, out=None)
     row = suite.measured(cases.ContextCase("causal", 4, 2, 20, "fwd", 16), args, one_rank)
     engines = {"onepass heads", "onepass keys"}
     assert set(row["contenders"]) == {"one device", *engines, *(f"{name}, graph" for name in engines)}

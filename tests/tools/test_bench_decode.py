@@ -36,7 +36,7 @@ def test_the_grid_fits():
 @pytest.mark.parametrize(("seqlen_k", "expected"), [(512, "64, flushed"), (1024, "48"), (8192, "6"), (2**20, "1")])
 def test_what_is_timed_is_not_in_the_l2_cache(seqlen_k, expected):
     case = decode_case(1, seqlen_k, 32, 8, 128)
-    copies = bench.CacheCopies.of(case, 50 * 10**6)
+    copies = bench.CacheCopies.of(kv_bytes(case), 50 * 10**6)
     assert str(copies) == expected
     assert copies.is_flushed or copies.number * kv_bytes(case) >= 4 * 50e6
 
@@ -251,7 +251,7 @@ def test_suite_of_e4m3_caches(suite, monkeypatch, tmp_path, capsys):
     assert {problem.attention.seqlen_q for problem in asked} == {1, 3, 20}
     assert asked == ready
     (row,) = json.loads(path.read_text())["rows"]
-    assert set(row["contenders"]) == set(e4m3.CONTENDERS)
+    assert set(row["contenders"]) == set(e4m3.FORMS)
     assert row["contenders"]["e4m3, one descale"]["speed_over_16_bits"] == pytest.approx(1.0, abs=0.01)
     ready.clear()
     assert e4m3.SUITE.main([*arguments, "--no-check"]) == 0
@@ -290,7 +290,7 @@ def test_suite_of_packed_queries(monkeypatch, tmp_path, capsys):
         (decode_packed, "PROMPTS", [batch]),
         (decode_packed, "CHECKED", ((1, 30, 2), (90, 31, 1))),
         (decode_packed, "onepass_run", run),
-        (decode_packed, "CudaSampler", lambda calls, sample_ms: _Sampler(calls, ticks)),
+        (bench, "sampler_of", lambda calls, copies: _Sampler(calls, ticks)),
         (decode_launch_sm90, "arch_of", lambda device: "sm_90a"),
         (bench, "MOST_COPIES", 2),
         (bench, "copy_bandwidth", lambda device: 0.01),

@@ -10,21 +10,22 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import suites
-from benchmarks.harness import contenders as shared
+from benchmarks.harness import contenders, kernels
 from benchmarks.harness import grid as grid_module
 from benchmarks.harness import suite as suite_module
 from benchmarks.suites import backward_sm90, float32, forward_sm90, fp8, sm80
 from onepass import reference, tiled
 from onepass.bench import ablation
 from onepass.bench.ablation import Kernel
-from onepass.bench.check import attention_in_pytorch, choose_samples, expected_rows
+from onepass.bench.cases import Case, make_inputs
+from onepass.bench.check import choose_samples, expected_rows
 from onepass.bench.flops import flops
+from onepass.bench.peers import Contender, Found
 from onepass.errors import UnsupportedError
 from onepass.kernels.launch import forward_sm90 as launch
 from onepass.testing.results import Report
@@ -43,6 +44,11 @@ class Config:
 
 def run_forward(problem, inputs, config):
     return tiled.forward(problem, inputs)
+
+
+def run_forward_config(problem, inputs, config):
+    out, lse = tiled.forward(problem, inputs)
+    return (out * 1.5 if config is not None and config.wrong else out), lse
 
 
 def run_backward(problem, inputs, out, lse, dout, dlse, config):
@@ -77,28 +83,28 @@ def compile_nothing(requests):
 
 
 @pytest.fixture
-def backward(grid, monkeypatch):
-    monkeypatch.setattr(backward_sm90, "DEVICE", "cpu")
-    monkeypatch.setattr(backward_sm90, "PEERS", {"torch": "sdpa", "fa4": "fa4"})
-    monkeypatch.setattr(backward_sm90, "CHECKED_SEQLENS", (24,))
+def on_a_cpu(grid, monkeypatch):
+    """Makes a suite of a kernel that is computed by tiles, from one of a GPU's."""
     monkeypatch.setattr(suite_module, "compile_ahead", compile_nothing)
-    backward_sm90.configurations.cache_clear()
-    yield backward_sm90
-    backward_sm90.configurations.cache_clear()
+    monkeypatch.setattr(kernels, "requests_of", lambda task, config: [("kernel", (task, config), "", None)])
+    stand_in = Kernel("tiled", "cpu", lambda problem, arch: Config(), run_forward_config, (), arch=lambda: "")
+    monkeypatch.setitem(ablation.KERNELS, "tiled", stand_in)
+    backward = stand_in._replace(forward=run_forward, backward=run_backward)
+    monkeypatch.setitem(ablation.BACKWARD_KERNELS, "tiled", backward)
+    contenders._say_once.cache_clear()
+
+    def make(module):
+        peers = {"torch": "sdpa", "fa4": "fa4"}
+        kernel = replace(module.KERNEL, backend="tiled", device="cpu", peers=peers, seqlens=(24,))
+        return kernel.suite(module.SUITE.name, module.__doc__)
+
+    return make
 
 
-@pytest.fixture
-def kernel(backward, monkeypatch):
-    stand_in = Kernel("tiled", "cpu", lambda problem, arch: Config(), run_forward, (), run_backward)
-    monkeypatch.setitem(ablation.BACKWARD_KERNELS, "sm90", stand_in)
-    requests = [("backward", (), "", None)]
-    monkeypatch.setattr(backward.backward_launch, "compile_requests", lambda problem, config: requests)
-
-
-def run(module, tmp_path, *arguments):
+def run(suite, tmp_path, *arguments):
     """The exit status and the results file."""
     path = tmp_path / "results.json"
-    status = module.SUITE.main(["--cases", "16c32,16n64", "--peers", "torch", "--out", str(path), *arguments])
+    status = suite.main(["--cases", "16c32,16n64", "--peers", "torch", "--out", str(path), *arguments])
     return status, json.loads(path.read_text())
 
 
@@ -144,20 +150,17 @@ def test_summary(grid, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "| head_dim | causal | 32 | 64 |" in text
     assert "| 16 | yes | 0 (2.00) | 0 (0.50) |" in text
-    assert (
-        "onepass: geometric mean 1.000 of the best peer, least 0.500 (head_dim 16 causal, seqlen 64), 2 cases" in text
-    )
-    assert "best variant: geometric mean 2.000" in text
+    assert "all: geometric mean 1.000, least 0.500 (16 causal 64), 2 cases" in text
+    assert "all: geometric mean 2.000" in text[text.index("best variant") :]
 
 
-def test_backward_without_a_kernel(backward, tmp_path, capsys):
-    """onepass as it is, by whichever backend computes its gradients."""
-    status, data = run(backward, tmp_path, "--deterministic", "--rounds", "2", "--peers", "torch,fa4")
+def test_backward(on_a_cpu, tmp_path, capsys):
+    suite = on_a_cpu(backward_sm90)
+    status, data = run(suite, tmp_path, "--deterministic", "--rounds", "2", "--peers", "torch,fa4")
     text = capsys.readouterr().out
     assert status == 0, text
     assert "fa4 not measured: measured on cuda only" in text
     assert "check: 6 of 6 passed" in text
-    assert "C++ attention" in data["header"]["backend"]
     by_cell = {}
     for row in data["rows"]:
         by_cell.setdefault((row["head_dim"], row["causal"], row["seqlen"]), []).append(row)
@@ -169,19 +172,38 @@ def test_backward_without_a_kernel(backward, tmp_path, capsys):
             assert len(row["ms"]) == 2
             assert row["tflops"] == round(work / (sum(row["ms"]) / 2) / 1e9, 2)
             assert row["error"] < 0.05
-            assert row["config"] is None
-    assert any(line.startswith("onepass: geometric mean") for line in text.splitlines()[-2:])
+    assert "all: geometric mean" in text[text.index("| head_dim |") :]
+
+
+def test_where_the_kernel_cannot_be_measured(grid, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        run(backward, tmp_path, "--variants", "tile_n=32")
-    assert "--variants: expected a Hopper GPU" in capsys.readouterr().err
+        run(replace(backward_sm90.KERNEL, device="cpu").suite("backward_sm90", None), tmp_path)
+    assert "expected a Hopper GPU" in capsys.readouterr().err
 
 
-def test_backward_variants(backward, kernel, tmp_path, capsys):
-    status, data = run(backward, tmp_path, "--variants", "tile_n=32; tile_n=32, wrong=True; tile_n=256")
+def test_unknown_peers(on_a_cpu, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(on_a_cpu(sm80), tmp_path, "--peers", "fa9")
+    assert "--peers: expected names of torch, fa4, got fa9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "wrong", "work"),
+    [
+        (forward_sm90, (), "out", 1.0),
+        (backward_sm90, (), "dv", 2.5),
+        (sm80, ("--dtype", "float32"), "out", 1.0),
+        (sm80, ("--direction", "bwd", "--dtype", "float32"), "dv", 2.5),
+    ],
+)
+def test_variants(on_a_cpu, tmp_path, capsys, module, options, wrong, work):
+    suite = on_a_cpu(module)
+    options = (*options, "--rounds", "2")
+    status, data = run(suite, tmp_path, *options, "--variants", "tile_n=32; tile_n=32, wrong=True; tile_n=256")
     text = capsys.readouterr().out
     assert status == 1  # one of them is wrong
-    assert "tile_n=256 not measured: tile_n: expected up to 128, got 256" in text
-    assert text.count("FAIL dv: max error") == 2
+    assert text.count("tile_n=256 not measured: tile_n: expected up to 128, got 256") == 1
+    assert text.count(f"FAIL {wrong}: max error") == 2
     assert "check: 6 of 8 passed" in text
     rows = {row["contender"]: row for row in data["rows"] if row["causal"]}
     assert list(rows) == ["torch", "onepass", "tile_n=32", "tile_n=32,wrong=True"]
@@ -190,32 +212,39 @@ def test_backward_variants(backward, kernel, tmp_path, capsys):
     assert rows["tile_n=32"]["error"] < 0.05 < rows["tile_n=32,wrong=True"]["error"]
     # what is wrong is marked in the table
     assert "!" in next(line for line in text.splitlines() if line.split()[:3] == ["16", "True", "32"])
+    work *= 4 * (32 * 33 / 2) * 16 * 2 * 2
+    assert rows["onepass"]["tflops"] == round(work / (sum(rows["onepass"]["ms"]) / 2) / 1e9, 2)
 
 
-def test_a_wrong_peer_does_not_fail_the_check(backward, kernel, tmp_path, capsys, monkeypatch):
+def test_fewer_tokens_than_the_grid_has(on_a_cpu, tmp_path):
+    status, data = run(on_a_cpu(sm80), tmp_path, "--rounds", "1", "--tokens", "32")
+    assert status == 0
+    assert {row["tokens"] for row in data["rows"]} == {32}
+    rows = {(row["contender"], row["seqlen"]): row for row in data["rows"]}
+    assert rows["onepass", 32]["tflops"] == round(4 * (32 * 33 / 2) * 16 * 2 / rows["onepass", 32]["ms"][0] / 1e9, 2)
+
+
+def test_a_wrong_peer_does_not_fail_the_check(on_a_cpu, tmp_path, capsys, monkeypatch):
     def twice(q, k, v, case):
         return 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
 
-    def rivals(*arguments):
-        return {"torch": backward.Contender("torch", twice, heads_first=True)}
+    def find_peers(device, names):
+        return Found({"sdpa": Contender("torch", twice, heads_first=True)}, {})
 
-    monkeypatch.setattr(shared, "find_rivals", rivals)
-    assert backward.SUITE.main(["--cases", "16c32", "--no-grid", "--out", str(tmp_path / "r.json")]) == 0
+    monkeypatch.setattr(kernels, "find_peers", find_peers)
+    arguments = ["--cases", "16c32", "--no-grid", "--peers", "torch", "--out", str(tmp_path / "r.json")]
+    assert on_a_cpu(backward_sm90).main(arguments) == 0
     assert "check: 1 of 2 passed" in capsys.readouterr().out
 
 
-def test_kernels_are_compiled_ahead(backward, kernel, monkeypatch, tmp_path):
+def test_kernels_are_compiled_ahead(on_a_cpu, monkeypatch, tmp_path):
     found = []
-
-    def compile_requests(problem, config):
-        return [("backward", (problem.static(), config), "", None)]
-
-    monkeypatch.setattr(backward, "backward_launch", SimpleNamespace(compile_requests=compile_requests))
+    suite = on_a_cpu(backward_sm90)
     monkeypatch.setattr(suite_module, "compile_ahead", lambda requests: found.append([key for _, key, *_ in requests]))
-    run(backward, tmp_path, "--no-check", "--rounds", "1", "--deterministic", "--variants", "tile_n=32")
-    # 2 masks, 2 configurations, deterministic and not
-    assert [len(keys) for keys in found] == [8]
-    assert len(set(found[0])) == 8
+    run(suite, tmp_path, "--no-check", "--rounds", "1", "--deterministic", "--variants", "tile_n=32")
+    # of each mask 2 configurations, and one with deterministic gradients
+    assert [len(keys) for keys in found] == [6]
+    assert len(set(found[0])) == 6
 
 
 @pytest.mark.parametrize(
@@ -228,25 +257,21 @@ def test_kernels_are_compiled_ahead(backward, kernel, monkeypatch, tmp_path):
 )
 def test_variants_that_make_no_sense(changes, text):
     with pytest.raises(ValueError, match=text):
-        shared.configuration(Config(), changes)
+        contenders.configuration(Config(), changes)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_attention_in_pytorch(causal, direction):
-    case = shared.Case.square(40, 2, 16, batch=2, dtype="bfloat16", causal=causal, direction=direction)
-    inputs = shared.make_inputs(case, "cpu")
-    found = attention_in_pytorch(case, inputs, torch.float32)
+    case = Case.square(40, 2, 16, batch=2, dtype="bfloat16", causal=causal, direction=direction)
+    inputs = make_inputs(case, "cpu")
+    found = contenders.attention_in_pytorch(case, inputs, torch.float32)
     (sample, _) = choose_samples(case)
     expected = expected_rows(case, inputs, sample, torch.float64)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name][0, :, :1].transpose(0, 1).squeeze(0), tensor.reshape(40, 16).float())
         assert not math.isnan(float(found[name].sum()))
-
-
-def test_forward_takes_its_configurations():
-    assert forward_sm90.configuration("3wg n80 q2 queue").dynamic_tiles
 
 
 @pytest.mark.parametrize("suite", suites.NAMES)
@@ -269,58 +294,6 @@ assert not {"cutlass", "tvm_ffi", "triton"} & set(sys.modules)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-def test_forward(grid, monkeypatch, tmp_path, capsys):
-    """The suite by tiles: its check has every kind of case, a variant is wrong, and the peers are torch's."""
-
-    def run_tiled(problem, inputs, config=None):
-        out, lse = tiled.forward(problem, inputs)
-        return (out * 1.5 if config is not None and config.tile_n == 48 else out), lse
-
-    def wait_for_nothing():
-        pass
-
-    requests = []
-    cases = forward_sm90.check_cases()
-    kinds = {(case.layout, case.packed is None, case.used is None, case.sinks): case for case in reversed(cases)}
-    small = []
-    for case in kinds.values():
-        used = case.used and tuple(min(length, 60) for length in case.used)
-        if case.packed is None:
-            small.append(replace(case, seqlen_q=min(case.seqlen_q, 70), seqlen_k=min(case.seqlen_k, 60), used=used))
-    small.append(
-        forward_sm90.CheckedCase(0, 0, 0, 4, 2, 16, packed=((9, 9), (0, 5), (3, 20)), slack=3, used=(4, 5, 20))
-    )
-    assert len(small) > 6
-    monkeypatch.setattr(forward_sm90, "DEVICE", "cpu")
-    monkeypatch.setattr(forward_sm90, "check_cases", lambda: small)
-    monkeypatch.setattr(suite_module, "compile_ahead", requests.extend)
-    monkeypatch.setattr(forward_sm90.launch, "forward", run_tiled)
-    monkeypatch.setattr(forward_sm90, "host_us", lambda call, calls, clock: float(call() is not None))
-    monkeypatch.setattr(torch.cuda, "synchronize", wait_for_nothing)
-    monkeypatch.setattr(forward_sm90, "PEERS", {"torch": "sdpa", "fa3": "fa3"})
-    path = tmp_path / "r.json"
-    arguments = ["--cases", "16c32,16n64", "--head-dims", "16", "--rounds", "2", "--out", str(path)]
-    arguments += ["--peers", "torch,fa3"]
-    assert forward_sm90.SUITE.main([*arguments, "--no-grid"]) == 0, capsys.readouterr().out
-    tried = len(small) + sum(len(forward_sm90.other_orders(case)) for case in small)
-    assert f"check: {tried} of {tried} passed" in capsys.readouterr().out
-    assert len(requests) == tried
-    assert {name for name, *_ in requests} == {"forward"}
-
-    assert forward_sm90.SUITE.main([*arguments, "--no-check", "--variants", "n64; n48; n33"]) == 0
-    text = capsys.readouterr().out
-    assert "n33 not measured: tile_n" in text
-    assert "fa3 not measured: measured on cuda only" in text
-    assert "onepass: geometric mean" in text
-    data = json.loads(path.read_text())
-    assert data["status"] == "complete"
-    assert data["header"]["call_cost_us"].keys() == {"launch.forward", "onepass.attention"}
-    rows = {row["contender"]: row for row in data["rows"] if row["causal"]}
-    assert list(rows) == ["torch", "onepass", "n64", "n48"]
-    assert max(rows[name]["error"] for name in ("torch", "onepass", "n64")) < 0.05 < rows["n48"]["error"]
-    assert rows["n48"]["config"]["tile_n"] == 48
 
 
 @pytest.fixture
@@ -349,20 +322,20 @@ def test_fp8(fp8_suite, tmp_path, capsys):
     path = tmp_path / "r.json"
     arguments = ["--cases", "16c32,16n64", "--head-dims", "16", "--rounds", "2", "--out", str(path)]
     arguments += ["--peers", "bf16,rows,whole,fa3"]
-    assert fp8.SUITE.main([*arguments, "--variants", "n64; n32; n80"]) == 1
+    assert fp8.SUITE.main([*arguments, "--variants", "tile_n=64; tile_n=32; tile_n=80"]) == 1
     text = capsys.readouterr().out
-    assert "n80 not measured: tile_n: expected a multiple of 32 in FP8, got 80" in text
-    assert text.count("FAIL share of the budget: out ") == 2  # n32 is wrong
+    assert "tile_n=80 not measured: tile_n: expected a multiple of 32 in FP8, got 80" in text
+    assert text.count("FAIL share of the budget: out ") == 2  # tile_n=32 is wrong
     assert "Table 3: FP8 onepass: block scales, rotation" in text
     assert "fa3 not measured: ModuleNotFoundError" in text
     results = json.loads(path.read_text())
     assert 0 < results["header"]["table3_rmse"]["FP8 onepass: block scales, rotation"] < 0.1
     rows = results["rows"]
-    assert [row["contender"] for row in rows] == 2 * ["onepass", "bf16", "rows", "whole", "n64", "n32"]
+    assert [row["contender"] for row in rows] == 2 * ["onepass", "bf16", "rows", "whole", "tile_n=64", "tile_n=32"]
     first_case = {row["contender"]: row for row in rows[:6]}
     assert first_case["onepass"]["error"] == first_case["rows"]["error"] == first_case["whole"]["error"] < 0.3
     assert first_case["bf16"]["error"] == 0
-    assert first_case["n64"]["config"]["tile_n"] == 64
+    assert first_case["tile_n=64"]["config"]["tile_n"] == 64
     sums = results["header"]["sums"]
     assert sums.keys() == {
         f"head_dim 16, 64 keys, {kind}, onepass{how}" for kind in ("ones", "mean 1") for how in ("", " with one sum")
@@ -384,88 +357,6 @@ def test_fp8(fp8_suite, tmp_path, capsys):
     assert "all: geometric mean 1.000, least 1.000" in text
     assert "from bfloat16" not in text  # nobody to compare with
 
-    assert fp8.SUITE.main([*arguments, "--no-grid", "--variants", "try"]) == 0
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_variants_of_fp8_fit(capsys, head_dim, causal):
-    variants = fp8.variants("try", head_dim, causal)
-    assert len(variants) >= 3
-    assert "not measured" not in capsys.readouterr().out
-    for seqlen in (512, 4096, 8192, 16384):
-        assert fp8.heuristics.forward_config_sm90(fp8.static_problem(head_dim, causal, seqlen)) in variants.values()
-
-
-@pytest.fixture
-def ampere(backward, monkeypatch):
-    monkeypatch.setattr(sm80, "DEVICE", "cpu")
-    monkeypatch.setattr(sm80, "BACKEND", "tiled")
-    monkeypatch.setattr(sm80, "PEERS", {"torch": "sdpa", "fa2": "sdpa-flash"})
-    monkeypatch.setattr(sm80, "CHECKED_SEQLENS", (24,))
-    monkeypatch.setattr(sm80, "SUITE", replace(sm80.SUITE, requests=lambda args: []))
-    monkeypatch.setattr(sm80.backends, "arch_of", lambda name: "")
-
-    def run_config(problem, inputs, config):
-        out, lse = tiled.forward(problem, inputs)
-        return (out * 1.5 if config is not None and config.wrong else out), lse
-
-    stand_in = Kernel("tiled", "cpu", lambda problem, arch: Config(), run_config, ())
-    monkeypatch.setitem(ablation.KERNELS, "tiled", stand_in)
-    backward_stand_in = stand_in._replace(forward=run_forward, backward=run_backward)
-    monkeypatch.setitem(ablation.BACKWARD_KERNELS, "tiled", backward_stand_in)
-    sm80.configurations.cache_clear()
-    yield sm80
-    sm80.configurations.cache_clear()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("direction", "wrong"), [("fwd", "out"), ("bwd", "dv")])
-def test_ampere_grid(ampere, tmp_path, capsys, direction, wrong):
-    options = ("--direction", direction, "--rounds", "2", "--dtype", "float32")
-    status, data = run(ampere, tmp_path, *options, "--variants", "tile_n=32; tile_n=32, wrong=True; tile_n=256")
-    text = capsys.readouterr().out
-    assert status == 1  # one of them is wrong
-    assert "tile_n=256 not measured: tile_n: expected up to 128, got 256" in text
-    assert text.count(f"FAIL {wrong}: max error") == 2
-    assert "check: 6 of 8 passed" in text
-    assert (data["header"]["dtype"], data["header"]["direction"]) == ("float32", direction)
-    rows = {row["contender"]: row for row in data["rows"] if row["causal"]}
-    assert list(rows) == ["torch", "onepass", "tile_n=32", "tile_n=32,wrong=True"]
-    assert rows["tile_n=32"]["error"] < 0.05 < rows["tile_n=32,wrong=True"]["error"]
-    work = 4 * (32 * 33 / 2) * 16 * 2 * 2 * (1.0 if direction == "fwd" else 2.5)
-    assert rows["onepass"]["tflops"] == round(work / (sum(rows["onepass"]["ms"]) / 2) / 1e9, 2)
-    # fewer tokens than the grid's 64: a batch of one
-    status, data = run(ampere, tmp_path, *options, "--tokens", "32")
-    assert status == 0
-    rows = {(row["contender"], row["seqlen"]): row for row in data["rows"]}
-    assert {row["tokens"] for row in data["rows"]} == {32}
-    assert rows["onepass", 32]["tflops"] == round(work / 2 / (sum(rows["onepass", 32]["ms"]) / 2) / 1e9, 2)
-
-
-def test_ampere_where_it_cannot_be_measured(ampere, tmp_path, capsys, monkeypatch):
-    with pytest.raises(SystemExit):
-        run(ampere, tmp_path, "--peers", "fa9")
-    assert "--peers: expected names of torch, fa2, got fa9" in capsys.readouterr().err
-    monkeypatch.setattr(ampere, "BACKEND", "sm80")
-    with pytest.raises(SystemExit):
-        run(ampere, tmp_path)
-    assert "backend sm80: expected tensors on cuda, got cpu" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_kernels_of_ampere(monkeypatch, direction):
-    """A forward needs its own kernel, a backward those of both passes."""
-    monkeypatch.setattr(sm80.backends, "arch_of", lambda name: "sm_80")
-    sm80.configurations.cache_clear()
-    cell = grid_module.Cell(64, True, 512)
-    args = argparse.Namespace(variants="tile_n=64", cases=[cell], tokens=None, dtype="bfloat16", direction=direction)
-    args.no_check, args.no_grid = True, False
-    names = [name for name, *_ in sm80.requests(args)]
-    forward, backward = ["forward_sm80"], ["backward_preprocess", "backward_sm80", "backward_postprocess"]
-    assert names == 2 * (forward if direction == "fwd" else forward + backward)
-    sm80.configurations.cache_clear()
-
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_check_of_float32(monkeypatch, wrong):
@@ -473,13 +364,13 @@ def test_check_of_float32(monkeypatch, wrong):
     monkeypatch.setattr(float32, "DEVICE", "cpu")
     monkeypatch.setattr(float32, "ERROR_CASES", [(16, False, 24), (16, True, 40)])
 
-    def contenders(q, k, v, causal, configs):
-        out = reference.attention(q, k, v, causal=causal).out
+    def contenders(case, inputs, args):
+        out = reference.attention(*inputs[:3], causal=case.causal).out
         return {"onepass": lambda: out.float() * (1 + 1e-4 * wrong)}
 
     monkeypatch.setattr(float32, "contenders", contenders)
     about = {}
-    args = argparse.Namespace(configs={})
+    args = argparse.Namespace(variants=None)
     assert suite_module.passed(float32.checks(args, about)) is not wrong
     assert [row["seqlen"] for row in about["rmse"]] == [24, 40]
     assert all(0 < row["math"] < 1e-6 for row in about["rmse"])

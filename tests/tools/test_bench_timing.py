@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from onepass.tuning.timing import CudaSampler, Samples, Spread, cpu_sampler, host_us, measure_interleaved, percentile
+from benchmarks.harness.timing import host_us
+from onepass.tuning.timing import CudaSampler, Samples, Spread, cpu_sampler, measure_interleaved, percentile
 
 
 @pytest.fixture

@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
+from random_calls import random_call
 
 import onepass
 from onepass import reference
 from onepass.bench.cases import Case, make_inputs
 from onepass.bench.check import Oracle
-from onepass.testing import Call, compare, compare_gradients, compare_lse, fp8_budget, random_call
+from onepass.testing import Call, compare, compare_gradients, compare_lse, fp8_budget
 from onepass.testing.budget import GRADIENT_FACTOR, OUT_FACTOR
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -475,9 +475,9 @@ def test_calls_of_info():
 
 
 def test_trace(monkeypatch):
-    from onepass.bench.timeline import record as recording
-    from onepass.bench.timeline.acts import Role
-    from onepass.bench.timeline.record import Timeline
+    from benchmarks.timeline import record as recording
+    from benchmarks.timeline.acts import Role
+    from benchmarks.timeline.record import Timeline
 
     asked = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import textwrap
 from graphlib import TopologicalSorter
 
@@ -72,20 +71,6 @@ def test_table(checkout, capsys):
         "files in benchmarks/results/": "1, 0.00 MB",
     }
     assert lines[-1].endswith(": one.high, one.low")
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("", 0), ('"""Only a docstring."""\n', 0), ("x = (\n    1,\n\n    # a comment\n    2)\n", 3), ("x = 1  # y\n", 1)],
-)
-def test_lines_of_code(text, count):
-    assert code_metrics.code_lines(code_metrics.Source("x", False, text, ast.parse(text))) == count
-
-
-def test_packages_that_are_not_found(tmp_path):
-    (tmp_path / "pyproject.toml").write_text("")
-    with pytest.raises(ValueError, match="expected a list of packages"):
-        code_metrics.wheel_packages(tmp_path)
 
 
 def test_imports_make_no_circle():

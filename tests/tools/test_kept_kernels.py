@@ -2,10 +2,6 @@
 
 import dataclasses
 import functools
-import os
-import shutil
-import tempfile
-from pathlib import Path
 
 import kept_kernels
 import pytest
@@ -55,15 +51,6 @@ def test_a_kernel_is_compiled_once(compiled):
     assert len(compiled.done) == 3
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:10] + b"\x07" + data[11:]])
-def test_a_damaged_entry_is_compiled_again(compiled, damage):
-    compiled(64)
-    (entry,) = kept_kernels.directory().iterdir()
-    entry.write_bytes(damage(entry.read_bytes()))
-    assert compiled(64) == ["code", None]
-    assert len(compiled.done) == 2
-
-
 def test_some_are_compiled_again_and_compared(compiled, monkeypatch):
     compiled(64)
     monkeypatch.setattr(kept_kernels, "COMPILED_AGAIN", 1.0)
@@ -71,44 +58,6 @@ def test_some_are_compiled_again_and_compared(compiled, monkeypatch):
     assert len(compiled.done) == 2
     with pytest.raises(AssertionError, match=r"test_kept_kernels'.* compiles to now is not the kept one"):
         compiled(64, result="other code")
-
-
-def test_other_sources_have_their_own_entries_and_old_ones_go(compiled, monkeypatch):
-    from onepass.kernels.compiler import compile
-
-    for number in range(kept_kernels.GENERATIONS + 2):
-        monkeypatch.setattr(compile, "environment", lambda number=number: f"sources {number}")
-        kept_kernels.directory.cache_clear()
-        compiled(64)
-    assert len(compiled.done) == kept_kernels.GENERATIONS + 2
-    assert len(list(kept_kernels.directory().parent.iterdir())) == kept_kernels.GENERATIONS
-
-
-def test_other_runs_may_remove_what_this_one_uses(compiled):
-    shutil.rmtree(kept_kernels.directory())
-    assert compiled(64) == compiled(64) == ["code", None]
-    assert compiled.done == [(64,)]
-
-
-def test_where_nothing_can_be_written_kernels_are_compiled(compiled, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("ONEPASS_TEST_CACHE_DIR", str(tmp_path / "file"))
-    kept_kernels.directory.cache_clear()
-    assert compiled(64) == compiled(64) == ["code", None]
-    assert len(compiled.done) == 2
-
-
-def test_a_user_without_a_home_directory(compiled, tmp_path, monkeypatch):
-    def unknown(path):
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "expanduser", unknown)
-    assert kept_kernels.directory().parent == tmp_path
-    monkeypatch.delenv("ONEPASS_TEST_CACHE_DIR")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    kept_kernels.directory.cache_clear()
-    assert kept_kernels.directory().parent == tmp_path / f"onepass-tests-{os.getuid()}"
 
 
 def test_a_method_is_that_of_its_object():
@@ -120,7 +69,7 @@ def test_a_method_is_that_of_its_object():
 def test_all_sources_of_kernels_count(tmp_path):
     names = {str(path.relative_to(kept_kernels.ROOT)) for path in kept_kernels.sources()}
     assert names >= {f"tests/support/{name}.py" for name in ("machine_code", "fp8_softmax", "e4m3_kernel")}
-    assert "onepass/bench/timeline/stamps.py" in names
+    assert "benchmarks/timeline/stamps.py" in names
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "one.py").write_text("def trace():\n    import cutlass.cute as cute\n")
     (tmp_path / "tests" / "other.py").write_text("cutlass = None\n")

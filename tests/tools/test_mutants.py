@@ -1,8 +1,6 @@
 """The faults of `make mutants`: what is changed, what is left alone, and which are drawn."""
 
-import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,8 @@ import pytest
 MUTANTS = Path(__file__).parents[1] / "mutants"
 sys.path.insert(0, str(MUTANTS))
 from areas import AREAS, reason_out_of_reach  # noqa: E402
-from mutate import can_be_parsed, draw, mutants_of  # noqa: E402
-from run import CAUGHT, SURVIVED, Tree, drawn_jobs, most_survivors  # noqa: E402
+from mutate import can_be_parsed, mutants_of  # noqa: E402
+from run import drawn_jobs  # noqa: E402
 
 sys.path.remove(str(MUTANTS))
 ROOT = MUTANTS.parents[1]
@@ -51,54 +49,19 @@ def changes(source: str) -> set[str]:
         ("f(a, b=c, d=e)", {"f(a, d=e)", "f(a, b=c, )"}),
         ("é + a", {"é - a"}),
         ("assert a < b, 'a' + 'b'", {"assert a <= b, 'a' + 'b'", "assert a > b, 'a' + 'b'"}),
+        ('"""About 3 things and not 4."""', set()),
+        ("raise ValueError(f'expected {a + 1}, got {b - 1}')", set()),
+        ("def f(x: Array[3]) -> Array[4]: return x", set()),
+        ("def __repr__(self): return 'a' + str(3)", set()),
+        ("@cache(maxsize=3)\ndef f(): return a", set()),
+        ("for i in cutlass.range(n, unroll=1): a", set()),
     ],
 )
 def test_what_is_changed(source, expected):
     assert changes(source) == expected
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        '"""About 3 things and not 4."""',
-        "raise ValueError(f'expected {a + 1}, got {b - 1}')",
-        "f'{a + 1}'",
-        "x: Array[3]",
-        "def f(x: Array[3]) -> Array[4]: return x",
-        "def __repr__(self): return 'a' + str(3)",
-        "if TYPE_CHECKING: a = 3",
-        "@cache(maxsize=3)\ndef f(): return a",
-        "for i in cutlass.range(n, unroll=1): a",
-        "from .. import a",
-    ],
-)
-def test_what_is_left_alone(source):
-    assert changes(source) == set()
-
-
 FILES = [path for path in sorted((ROOT / "onepass").rglob("*.py")) if path.name != "__init__.py"]
-
-
-@pytest.mark.slow
-def test_every_change_is_one_line_that_can_be_parsed():
-    for path in FILES[::7]:
-        source = path.read_bytes()
-        for mutant in mutants_of(path.name, source)[::23]:
-            changed = mutant.applied(source)
-            if not can_be_parsed(changed):
-                continue
-            lines = [x.splitlines() for x in (source, changed)]
-            assert [a != b for a, b in zip(*lines, strict=True)].count(True) == 1
-
-
-def test_the_draw_is_that_of_the_seed_and_not_of_the_place():
-    source = (ROOT / "onepass/tiled/merge.py").read_bytes()
-    all_of = mutants_of("merge.py", source)
-    drawn = draw(all_of, 5, seed=0)
-    assert drawn == draw(all_of, 5, seed=0) != draw(all_of, 5, seed=1)
-    assert len({m.line for m in drawn}) == 5
-    moved = draw(mutants_of("merge.py", b"A = None\n\n" + source), 5, seed=0)
-    assert [(m.source, m.change, m.line - 2) for m in moved] == [(m.source, m.change, m.line) for m in drawn]
 
 
 def test_every_module_is_in_an_area_or_left_out_with_a_reason():
@@ -122,31 +85,3 @@ def test_few_faults_come_from_different_areas_and_many_from_all():
     many = drawn_jobs(40, seed=5)
     assert len({job.mutant for job in many}) == 40
     assert {job.area for job in many} == {area.name for area in AREAS}
-
-
-@pytest.mark.parametrize(("count", "most"), [(1, 1), (10, 8), (100, 54)])
-def test_more_survivors_than_usual(count, most):
-    assert most_survivors(count) == most
-
-
-@pytest.mark.parametrize("status", [3, 4, -11])
-def test_a_fault_after_which_no_test_can_run_is_caught(status, monkeypatch):
-    tree = object.__new__(Tree)
-    tree.root = ROOT / "of a copy"
-    process = types.SimpleNamespace(returncode=status, communicate=lambda timeout: ("", None))
-    monkeypatch.setattr(subprocess, "Popen", lambda *command, **options: process)
-    assert tree.run("tests/tools", "tests/api") == (CAUGHT, "")
-    process.returncode = 5
-    with pytest.raises(RuntimeError, match="tests/tools tests/api"):
-        tree.run("tests/tools", "tests/api")
-
-
-def test_faults_leave_the_kept_kernels_of_the_tree_alone(tmp_path, monkeypatch):
-    environments = []
-    tree = object.__new__(Tree)
-    tree.root = tmp_path
-    process = types.SimpleNamespace(returncode=0, communicate=lambda timeout: ("", None))
-    monkeypatch.setattr(subprocess, "Popen", lambda *command, env, **options: environments.append(env) or process)
-    assert tree.run("tests/device")[0] == SURVIVED
-    (environment,) = environments
-    assert Path(environment["ONEPASS_TEST_CACHE_DIR"]).parent == tmp_path

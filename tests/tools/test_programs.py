@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as programs
 from benchmarks import suites
 from onepass.bench import clone
+from onepass.cli import trace
 from onepass.cli.app import app
 
 OLD_NAMES = {
@@ -52,6 +53,8 @@ def test_without_a_clone(monkeypatch, tmp_path):
     monkeypatch.setattr(clone, "ROOT", tmp_path)
     text = f"expected onepass in a clone of its repository, which has benchmarks/, got {tmp_path}"
     assert text in run_module("onepass.bench.suites.decode", monkeypatch, "--help")
-    result = CliRunner().invoke(app, ["bench", "context-parallel", "--device", "cpu"])
-    assert result.exit_code == 2
-    assert "expected onepass in a clone" in " ".join(result.output.split())
+    monkeypatch.setattr(trace, "resolve_device", lambda name: "cuda")
+    for command in (["bench", "context-parallel", "--device", "cpu"], ["trace"]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2
+        assert "expected onepass in a clone" in " ".join(result.output.split())

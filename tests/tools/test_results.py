@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.timeline import picture
 from benchmarks.timeline.summary import table
 from benchmarks.timeline.traces import from_chrome
-from onepass.bench.timeline import picture
 from onepass.testing.results import SCHEMA_VERSION
 
 ROOT = Path(__file__).parents[2]

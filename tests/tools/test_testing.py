@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from decode_calls import random_decode_call
+from random_calls import random_call
+from random_modifiers import NAMES
 
 import onepass
-from onepass.testing import Call, Comparison, random_call, random_decode_call
-from onepass.testing.modifiers import NAMES
+from onepass.testing import Call, Comparison
 
 
 def call() -> Call:
@@ -76,3 +78,10 @@ def test_layouts_are_those_on_every_device():
                 if name in a:
                     assert (a[name].shape, a[name].stride()) == (b[name].shape, b[name].stride()), (seed, name)
                     assert b[name].device.type == "meta"
+
+
+def test_old_names_of_random_calls():
+    with pytest.warns(FutureWarning, match=r"onepass\.testing\.random_call is now in .*random_calls\.py"):
+        assert onepass.testing.random_call is random_call
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = onepass.testing.nothing

@@ -7,11 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.timeline import __main__ as programs
-from benchmarks.timeline.summary import summarize
-from benchmarks.timeline.traces import cut, from_chrome
-from onepass.bench.cases import Case
-from onepass.bench.timeline import picture
-from onepass.bench.timeline.acts import (
+from benchmarks.timeline import picture
+from benchmarks.timeline.acts import (
     ACTS,
     GLOBAL_TIME,
     ROLES,
@@ -23,8 +20,10 @@ from onepass.bench.timeline.acts import (
     shares,
     step_cycles,
 )
-from onepass.bench.timeline.chrome import to_chrome
-from onepass.bench.timeline.record import Timeline, record, refusal
+from benchmarks.timeline.record import Timeline, record, refusal
+from benchmarks.timeline.summary import summarize
+from benchmarks.timeline.traces import cut, from_chrome, to_chrome
+from onepass.bench.cases import Case
 from onepass.cli.app import app
 from onepass.errors import UnsupportedError
 
@@ -205,8 +204,8 @@ def test_stamps_cost_no_registers_in_memory_and_do_not_stay(direction, head_dim)
     """The stamped kernel neither spills nor drains its GEMMs one by one; afterwards the roles are the shipped ones."""
     machine_code = pytest.importorskip("machine_code")
     pytest.importorskip("cutlass")
+    from benchmarks.timeline.stamps import stamping
     from onepass.bench.ablation import FULL, kernels, problem_of
-    from onepass.bench.timeline.stamps import stamping
     from onepass.kernels.device.sm90.backward import kernel as backward_kernel
     from onepass.kernels.device.sm90.backward.consumer import BackwardConsumer
     from onepass.kernels.device.sm90.backward.producer import BackwardProducer

@@ -1,1 +1,1 @@
-"""Timelines of the Hopper kernels: who does what inside a thread block, from time stamps of the running kernel."""
+"""Old names of programs in benchmarks/timeline, for one release."""

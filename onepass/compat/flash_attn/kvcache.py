@@ -6,22 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...api.decode import autocast_rows
 from ...errors import REFUSALS, renamed
-from ...validation import tensors
 from ...validation.scalars import check_flag, check_int
 from .. import conventions
-from ..cache_update import check_rotary
-from ..cached import NO_EXTRAS, Cache, Extras, append_and_attend, lengths_of, refuse_beyond_pages, table_of_entries
-
-# name of an argument in messages of onepass -> its name in flash-attn
-_NAMES = {
-    "window": "window_size",
-    "page_table": "block_table",
-    "k_new": "k",
-    "v_new": "v",
-    "seqstart_k": "cache_leftpad",
-}
+from ..over_cache import over_cache
 
 
 def flash_attn_with_kvcache(
@@ -85,49 +73,28 @@ def flash_attn_with_kvcache(
     options = conventions.options_of(softmax_scale, causal, conventions.pair_of(window_size), softcap)
     return_lse = check_flag("return_softmax_lse", return_softmax_lse, allow_none=True)
     num_splits = 0 if num_splits is None else check_int("num_splits", num_splits, least=0)
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        tensors.check_tensor(name, tensor)
-        if tensor.dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions, got {tensor.dim()} in shape {tuple(tensor.shape)}")
-    q, k, v = autocast_rows(k_cache, q, k, v)
-    if block_table is not None and tensors.check_tensor("block_table", block_table).dim() != 2:
-        raise ValueError(f"block_table: expected shape (batch, max_blocks), got {tuple(block_table.shape)}")
-    page_table = table_of_entries(q.shape[0], q.device, k_cache, block_table, cache_batch_idx, k)
-    cache = Cache(k_cache, v_cache, page_table, k_descale, v_descale)
-    conventions.check_per_entry("cache_leftpad", cache_leftpad, q.shape[0], q.device)
-    _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
-    seqlen_new, table = 0 if k is None else k.shape[1], None if block_table is None else "block_table"
-    lengths = lengths_of(cache_seqlens, q.shape[0], q.device, cache.capacity, seqlen_new, table=table)
-    if table is not None:
-        refuse_beyond_pages("cache_seqlens", table, lengths, cache.capacity, seqlen_new, waits=True)
     try:
-        rotary = check_rotary(rotary_cos, rotary_sin, lengths, rotary_interleaved, q, k is not None)
-        out, lse = append_and_attend(
+        out, lse = over_cache(
             q,
-            cache,
-            lengths,
-            None if k is None or v is None else (k, v),
-            rotary=rotary,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            page_table=block_table,
+            cu_seqlens_q=None,
+            cu_seqlens_k_new=None,
+            max_seqlen_q=None,
+            rotary=(rotary_cos, rotary_sin, None, rotary_interleaved),
+            descales=(None, k_descale, v_descale),
+            attention_chunk=0,
             num_splits=num_splits,
-            extras=NO_EXTRAS if cache_leftpad is alibi_slopes is None else Extras(cache_leftpad, None, alibi_slopes),
-            **options,
+            options=options,
+            alibi_slopes=alibi_slopes,
+            is_version_2=True,
         )
     except REFUSALS as error:
-        raise renamed(error, _NAMES) from None
+        raise renamed(error, {"page_table": "block_table"}) from None
     return (out, lse) if return_lse else out
-
-
-def _check_new(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, cache_seqlens: Any) -> None:
-    """Check k and v: both or neither, and rows that fit the caches."""
-    if k is None and v is None:
-        return
-    for name, new in sorted((("k", k), ("v", v)), key=tensors.is_missing):
-        tensors.check_tensor(name, new, "a torch.Tensor where the other of k and v is given")
-    if cache_seqlens is None:
-        raise ValueError("cache_seqlens: expected an int or a (batch,) int32 tensor where k and v are given, got None")
-    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if new.dtype != q.dtype or new.device != q.device:
-            raise TypeError(f"{name}: expected {q.dtype} on {q.device} like q, got {new.dtype} on {new.device}")
-        expected = (q.shape[0], k.shape[1] if k.dim() == 4 else "seqlen_new", *cache.shape[2:])
-        if tuple(new.shape) != expected:
-            raise ValueError(f"{name}: expected shape {expected}, got {tuple(new.shape)}")

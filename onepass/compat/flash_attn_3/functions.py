@@ -12,8 +12,8 @@ from ...validation.scalars import check_flag, check_int
 from .. import conventions
 from ..calls import attend
 from ..merging import merged
+from ..over_cache import over_cache
 from ..sequences import Lengths
-from .cached import over_cache
 
 
 def flash_attn_func(

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...api.decode import autocast_rows
 from ...errors import REFUSALS, renamed
-from ...quantization.codec import E4M3
-from ...validation import tensors
 from ...validation.scalars import check_flag
 from .. import calls, conventions
-from ..cached import Cache, attend, lengths_of
-from ..quantization import check_descales, score_descale
+from ..over_cache import over_cache
 from ..sequences import Lengths
 
 GATHER = "onepass does not gather keys by indices"
@@ -74,33 +69,28 @@ def forward(
     """
     if page_table is None:
         return calls.attend(q, k, v, lengths, options, descales, deterministic=deterministic, e4m3_lse=e4m3_lse)
-    tensors.check_tensor("page_table", page_table, "an int32 torch.Tensor")
     conventions.refuse("keys in pages are not cut by offsets", cu_seqlens_k=lengths.cu_seqlens_k)
-    if page_table.dim() != 2:
-        raise ValueError(f"page_table: expected shape (batch, max_pages), got {tuple(page_table.shape)}")
-    if lengths.cu_seqlens_q is not None:
-        tensors.check_tensor("cu_seqlens_q", lengths.cu_seqlens_q, "an int32 torch.Tensor")
-    rank = 4 if lengths.cu_seqlens_q is None else 3
-    for name, t, count in (("q", q, rank), ("k", k, 4), ("v", v, 4)):
-        if tensors.check_tensor(name, t).dim() != count:
-            raise ValueError(f"{name}: expected {count} dimensions, got shape {tuple(t.shape)}")
-    batch = page_table.shape[0]
-    cache = Cache(k, v, page_table)
-    if k.dtype == E4M3:
-        check_descales(descales, batch, k)
-        ones = torch.ones(batch, k.shape[-2], device=q.device)
-        score, value = score_descale(descales), descales[2]
-        cache = cache._replace(k_descale=ones if score is None else score, v_descale=ones if value is None else value)
-    conventions.check_per_entry("seqused_k", lengths.seqused_k, batch, q.device)
-    filled = lengths_of(lengths.seqused_k, batch, q.device, cache.capacity, 0, "seqused_k", "page_table")
-    rows = q.bfloat16() if q.dtype == E4M3 else autocast_rows(k, q)[0]
-    cut: dict[str, Any] = {"cu_seqlens_q": lengths.cu_seqlens_q, "seqused_q": lengths.seqused_q}
     try:
-        if lengths.cu_seqlens_q is not None:
-            meaning = "one more offset than rows of the page_table"
-            tensors.check_int32("cu_seqlens_q", lengths.cu_seqlens_q, (batch + 1,), meaning, q.device)
-            cut["max_seqlen_q"] = lengths.max_seqlen_q
-        return attend(rows, cache, filled, num_splits=num_splits, **cut, **options)
+        return over_cache(
+            q,
+            k,
+            v,
+            None,
+            None,
+            cache_seqlens=lengths.seqused_k,
+            cache_batch_idx=None,
+            cache_leftpad=None,
+            page_table=page_table,
+            cu_seqlens_q=lengths.cu_seqlens_q,
+            cu_seqlens_k_new=None,
+            seqused_q=lengths.seqused_q,
+            max_seqlen_q=lengths.max_seqlen_q,
+            rotary=(None, None, None, False),
+            descales=descales,
+            attention_chunk=0,
+            num_splits=num_splits,
+            options=options,
+        )
     except REFUSALS as error:
         raise renamed(error, _NAMES) from None
 

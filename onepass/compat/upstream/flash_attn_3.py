@@ -9,7 +9,7 @@ from ...errors import REFUSALS, renamed
 from ...validation.scalars import check_flag
 from .. import conventions
 from ..calls import attend
-from ..flash_attn_3.cached import over_cache
+from ..over_cache import over_cache
 from ..probabilities import round_up
 from ..sequences import Lengths
 from .gradients import backward, padded_rows, row_sums

@@ -1,6 +1,7 @@
 """The cache in one file: compiled kernels for other machines with the same versions, such as containers.
 
-A GPU is not needed to compile. The CPU of the machine that imports must have the features of the one that compiled.
+A GPU is not needed to compile. Kernels compiled on an x86-64 CPU run on every other one; elsewhere the CPU of the
+machine that imports must have the features of the one that compiled.
 """
 
 from __future__ import annotations

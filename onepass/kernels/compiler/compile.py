@@ -1,7 +1,7 @@
 """Compiling a kernel once: in this process, and on this machine through a disk cache (disk_cache.py).
 
 The key covers everything that the code depends on: the static problem, the configuration, the architecture, the
-compiler's and this package's sources and versions, and the CPU (the object holds host code, too).
+compiler's and this package's sources and versions, and except on x86-64 the CPU (the object holds host code, too).
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def compile_now(arch: str, trace: Callable[[], tuple], options: str = OPTIONS) -
     import cutlass.cute as cute
 
     function, arguments = trace()
-    return cute.compile(function, *arguments, options=f"--gpu-arch={arch} {options}")
+    compiled = cute.compile(function, *arguments, options=f"--gpu-arch={arch} {options}")
+    cpu.for_every_cpu(compiled.ir_module)
+    return compiled
 
 
 def _get_from_disk(fingerprint: str, name: str, key: tuple, arch: str, trace: Callable[[], tuple]) -> Callable:

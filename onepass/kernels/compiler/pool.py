@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any, NamedTuple, Protocol
 
 from ...namespace import PACKAGE
@@ -154,29 +154,6 @@ def compile_each(
             if on_done is not None:
                 on_done(done, len(missing))
     return failures
-
-
-@contextlib.contextmanager
-def compiling_in_background(
-    requests: Iterable[Request], workers: int | None = None, make_worker: Callable[[], Worker] | None = None
-) -> Iterator[dict[Kernel, str]]:
-    """Compile what the disk cache lacks while the body of the `with` statement runs.
-
-    Whoever needs a kernel that is being compiled waits for it or, if nobody has begun it, compiles it. What is not done
-    when the body ends is dropped.
-
-    Args: as `compile_each`.
-    Yields: a dict in which, after the body, each kernel that could not be compiled has the reason.
-    """
-    failures: dict[Kernel, str] = {}
-    missing = _missing(requests)
-    if not missing or not others_can_help():
-        yield failures
-        return
-    with _Crew(missing, workers, make_worker) as crew:
-        yield failures
-        outcomes = crew.outcomes_so_far()  # now, for what the end of the crew interrupts has not failed
-    failures |= {kernel: failure for kernel, (_, failure) in outcomes.items() if failure is not None}
 
 
 def compile_behind(
@@ -316,14 +293,6 @@ class _Crew:
                 self.finished.put((request[:3], outcome))
         finally:
             worker.close()
-
-    def outcomes_so_far(self) -> dict[Kernel, Outcome]:
-        outcomes = {}
-        with contextlib.suppress(queue.Empty):
-            while True:
-                kernel, outcome = self.finished.get_nowait()
-                outcomes[kernel] = outcome
-        return outcomes
 
 
 class _ThisProcess:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2]
-FILES = ("errors.py", "namespace.py", "kernels/__init__.py", "kernels/compiler/compile.py")
+FILES = ("errors.py", "namespace.py", "kernels/__init__.py", "kernels/arguments.py", "kernels/compiler/compile.py")
 FOLDERS = ("geometry", "problem", "quantization", "kernels/config", "kernels/device", "kernels/launch")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,8 +37,51 @@ def threads_per_row(columns: int, element_bytes: int, vector_bytes: int) -> int:
     return min(32, column_block(columns, element_bytes) * element_bytes // vector_bytes)
 
 
+class _ConfigSm80(LaunchConfig):
+    """What the configurations of both passes have, and check."""
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    vector_bytes: int
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    def smem_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory of a thread block."""
+        raise NotImplementedError
+
+    def _check_machine(self, problem: AttentionProblem, arch: str) -> None:
+        if arch not in SMEM_BYTES_BY_ARCH:
+            raise UnsupportedError(f"architecture: expected one of {', '.join(SMEM_BYTES_BY_ARCH)}, got {arch}")
+        if self.num_warps not in (1, 2, 4, 8):
+            raise UnsupportedError(f"num_warps: expected 1, 2, 4 or 8, got {self.num_warps}")
+        if self.vector_bytes not in VECTOR_BYTES or self.vector_bytes < problem.dtype.itemsize:
+            raise UnsupportedError(f"vector_bytes: expected 16, 8, 4 or 2 of whole elements, got {self.vector_bytes}")
+        for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if size * problem.kv_itemsize % self.vector_bytes:
+                raise UnsupportedError(f"vector_bytes: {self.vector_bytes} do not divide rows of {name} {size}")
+
+    def _check_loads(self, row_bytes: Iterable[int], element_bytes: int, num_threads: int) -> None:
+        """A pass of all threads over a tile has to be so many whole rows."""
+        for columns in (n // element_bytes for n in row_bytes):
+            in_a_pass = num_threads // threads_per_row(columns, element_bytes, self.vector_bytes)
+            if self.tile_m % in_a_pass or self.tile_n % in_a_pass:
+                raise UnsupportedError(
+                    f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {num_threads} threads load at"
+                    f" once, got {self.tile_m} and {self.tile_n}"
+                )
+
+    def _check_shared_memory(self, problem: AttentionProblem, arch: str) -> None:
+        needed, available = self.smem_bytes(problem), SMEM_BYTES_BY_ARCH[arch]
+        if needed > available:
+            raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {available}")
+
+
 @dataclass(frozen=True)
-class ForwardConfigSm80(LaunchConfig):
+class ForwardConfigSm80(_ConfigSm80):
     """How one forward launch with the instructions of Ampere is tiled and overlapped.
 
     Attributes:
@@ -75,10 +119,6 @@ class ForwardConfigSm80(LaunchConfig):
     vector_bytes: int = 16
 
     removed: ClassVar[dict[str, object]] = {"exp2_fma_period": 0, "fresh_sums": True}
-
-    @property
-    def num_threads(self) -> int:
-        return 32 * self.num_warps
 
     @property
     def loading_threads(self) -> int:
@@ -123,10 +163,7 @@ class ForwardConfigSm80(LaunchConfig):
 
     def check(self, problem: AttentionProblem, arch: str) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
-        if arch not in SMEM_BYTES_BY_ARCH:
-            raise UnsupportedError(f"architecture: expected one of {', '.join(SMEM_BYTES_BY_ARCH)}, got {arch}")
-        if self.num_warps not in (1, 2, 4, 8):
-            raise UnsupportedError(f"num_warps: expected 1, 2, 4 or 8, got {self.num_warps}")
+        self._check_machine(problem, arch)
         rows = ROWS_PER_MMA * self.num_warps
         if self.tile_m < rows or self.tile_m % rows:
             raise UnsupportedError(f"tile_m: expected a multiple of {rows} ({self.num_warps} warps), got {self.tile_m}")
@@ -134,20 +171,8 @@ class ForwardConfigSm80(LaunchConfig):
             raise UnsupportedError(f"tile_n: expected 16, 32, ... 256, got {self.tile_n}")
         d, dv = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
         element_bytes = problem.dtype.itemsize
-        if self.vector_bytes not in VECTOR_BYTES or self.vector_bytes < element_bytes:
-            raise UnsupportedError(f"vector_bytes: expected 16, 8, 4 or 2 of whole elements, got {self.vector_bytes}")
-        for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            if size * problem.kv_itemsize % self.vector_bytes:
-                raise UnsupportedError(f"vector_bytes: {self.vector_bytes} do not divide rows of {name} {size}")
         row_bytes = {d * element_bytes, d * problem.kv_itemsize, dv * problem.kv_itemsize}
-        for columns in (n // element_bytes for n in row_bytes):
-            # a pass of all threads over a tile is so many whole rows
-            in_a_pass = self.loading_threads // threads_per_row(columns, element_bytes, self.vector_bytes)
-            if self.tile_m % in_a_pass or self.tile_n % in_a_pass:
-                raise UnsupportedError(
-                    f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.loading_threads} threads"
-                    f" load at once, got {self.tile_m} and {self.tile_n}"
-                )
+        self._check_loads(row_bytes, element_bytes, self.loading_threads)
         if self.num_stages < 1:
             raise UnsupportedError(f"num_stages: expected 1 or more, got {self.num_stages}")
         if self.num_stages > 1 and not self.prefetch:
@@ -161,9 +186,7 @@ class ForwardConfigSm80(LaunchConfig):
             )
         if element_bytes == 4 and self.q_in_registers:
             raise UnsupportedError("q_in_registers: expected False for float32, got True")
-        needed, available = self.smem_bytes(problem), SMEM_BYTES_BY_ARCH[arch]
-        if needed > available:
-            raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {available}")
+        self._check_shared_memory(problem, arch)
         registers = self.accumulator_registers(problem)
         if registers > MAX_REGISTERS - 40:
             raise UnsupportedError(
@@ -172,7 +195,7 @@ class ForwardConfigSm80(LaunchConfig):
 
 
 @dataclass(frozen=True)
-class BackwardConfigSm80(LaunchConfig):
+class BackwardConfigSm80(_ConfigSm80):
     """How one backward launch with the instructions of Ampere is tiled and overlapped.
 
     All GEMMs of a step share the warps out in their own ways: over the rows of their result, and what is left over its
@@ -216,10 +239,6 @@ class BackwardConfigSm80(LaunchConfig):
 
     # fixed here; the Hopper configurations have a choice
     private_dq: ClassVar[bool] = False
-
-    @property
-    def num_threads(self) -> int:
-        return 32 * self.num_warps
 
     @property
     def consumer_warps(self) -> int:
@@ -300,18 +319,10 @@ class BackwardConfigSm80(LaunchConfig):
 
     def check(self, problem: AttentionProblem, arch: str) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
-        if arch not in SMEM_BYTES_BY_ARCH:
-            raise UnsupportedError(f"architecture: expected one of {', '.join(SMEM_BYTES_BY_ARCH)}, got {arch}")
-        if self.num_warps not in (1, 2, 4, 8):
-            raise UnsupportedError(f"num_warps: expected 1, 2, 4 or 8, got {self.num_warps}")
+        self._check_machine(problem, arch)
         if self.tile_m not in (16, 32, 64, 128):
             raise UnsupportedError(f"tile_m: expected 16, 32, 64 or 128, got {self.tile_m}")
         element_bytes = problem.dtype.itemsize
-        if self.vector_bytes not in VECTOR_BYTES or self.vector_bytes < element_bytes:
-            raise UnsupportedError(f"vector_bytes: expected 16, 8, 4 or 2 of whole elements, got {self.vector_bytes}")
-        for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            if size * element_bytes % self.vector_bytes:
-                raise UnsupportedError(f"vector_bytes: {self.vector_bytes} do not divide rows of {name} {size}")
         if self.num_stages not in (1, 2):
             raise UnsupportedError(f"num_stages: expected 1 or 2, got {self.num_stages}")
         if self.dq_pieces not in (1, 2, 3, 4) or (
@@ -346,17 +357,8 @@ class BackwardConfigSm80(LaunchConfig):
                         f"{name}: {self.num_warps // warps} warps share {side}, which they can if it is a multiple of"
                         f" {shared}, got {sizes[side]}"
                     )
-        for columns_of_row in (d, dv):
-            # a pass of all threads over a tile is so many whole rows
-            in_a_pass = self.num_threads // threads_per_row(columns_of_row, element_bytes, self.vector_bytes)
-            if self.tile_m % in_a_pass or self.tile_n % in_a_pass:
-                raise UnsupportedError(
-                    f"tile_m, tile_n: expected multiples of {in_a_pass}, the rows that {self.num_threads} threads load"
-                    f" at once, got {self.tile_m} and {self.tile_n}"
-                )
-        needed, available = self.smem_bytes(problem), SMEM_BYTES_BY_ARCH[arch]
-        if needed > available:
-            raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {available}")
+        self._check_loads((d * element_bytes, dv * element_bytes), element_bytes, self.num_threads)
+        self._check_shared_memory(problem, arch)
         registers = self.accumulator_registers(problem)
         # 40 for fragments, which float32 counts already, and addresses
         if registers > MAX_REGISTERS - (0 if is_float32 else 40):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...errors import UnsupportedError
 from ...geometry.integers import ceil_div
 from ...geometry.splits import (
     FEW_PARTIALS,
@@ -37,7 +36,7 @@ from ..config import (
     head_dim_tile,
 )
 from ..config.decode import DecodeConfigSm80
-from .sm80 import FORWARD_FLOAT32, LAZY
+from .sm80 import FORWARD_FEW_TILES, FORWARD_FLOAT32, LAZY, first_that_fits
 
 # Few rows: warps along the keys and buffers of each, by the bytes of a row of K or of V, whichever is wider. Two thread
 # blocks of about 100 KB share Hopper's 227 KB where they fit, 4.8 TB/s * 1 us / 132 = 36 KB being needed under way;
@@ -56,9 +55,7 @@ KEY_WARPS_AND_STAGES = {
 
 # More rows than that: warps along the rows.
 DECODE = {
-    64: (ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),),
-    96: (ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),),
-    128: (ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),),
+    **{head_dim: (config,) for head_dim, config in FORWARD_FEW_TILES.items()},
     192: (ForwardConfigSm80(tile_m=64, tile_n=32, rescale_threshold=LAZY),),
     256: (ForwardConfigSm80(tile_m=64, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),),
 }
@@ -68,17 +65,7 @@ def decode_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm8
     """The configuration of a call, if its tensors are aligned. Query heads of a kv head share a tile if they can."""
     row_bytes = (problem.head_dim | problem.head_dim_v) * problem.kv_itemsize
     vector_bytes = next(n for n in VECTOR_BYTES if row_bytes % n == 0)
-    refusal: UnsupportedError | None = None
-    for config in _candidates(problem):
-        config = replace(config, vector_bytes=vector_bytes)
-        try:
-            config.check(problem, arch)
-        except UnsupportedError as error:
-            refusal = error
-        else:
-            return config
-    assert refusal is not None
-    raise refusal
+    return first_that_fits([replace(one, vector_bytes=vector_bytes) for one in _candidates(problem)], problem, arch)
 
 
 def _candidates(problem: AttentionProblem) -> Iterator[ForwardConfigSm80]:

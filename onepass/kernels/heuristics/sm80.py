@@ -8,6 +8,7 @@ same rows where their shared memory has room: the first that fits into 227, 163 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ...errors import UnsupportedError
@@ -48,37 +49,21 @@ FORWARD = {
 }
 
 # Fewer rows a thread block, where the others would leave multiprocessors without one (not measured).
-FORWARD_FEW_TILES = {
-    64: ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),
-    96: ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),
-    128: ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY),
-}
+FORWARD_FEW_TILES = dict.fromkeys((64, 96, 128), ForwardConfigSm80(tile_m=64, tile_n=64, rescale_threshold=LAZY))
 NUM_SMS = 132
 
+_FOUR_WARPS = ForwardConfigSm80(tile_m=64, tile_n=32, q_in_registers=False, rescale_threshold=LAZY)
+_EIGHT_WARPS = replace(_FOUR_WARPS, tile_m=128, num_warps=8)
 # float32; at 2048: head_dim 64 67 (4 warps with 16 rows each 61), 128 59 (4 warps 58), 256 57 (64 x 16: 47)
 FORWARD_FLOAT32 = {
-    64: (ForwardConfigSm80(tile_m=128, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),),
-    96: (
-        ForwardConfigSm80(tile_m=128, tile_n=32, num_warps=8, q_in_registers=False, rescale_threshold=LAZY),
-        ForwardConfigSm80(tile_m=64, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),
-    ),
-    128: (
-        ForwardConfigSm80(tile_m=128, tile_n=32, num_warps=8, q_in_registers=False, rescale_threshold=LAZY),
-        ForwardConfigSm80(tile_m=64, tile_n=32, q_in_registers=False, rescale_threshold=LAZY),
-    ),
-    192: (
-        ForwardConfigSm80(tile_m=128, tile_n=32, num_warps=8, q_in_registers=False, rescale_threshold=LAZY),
-        ForwardConfigSm80(
-            tile_m=128, tile_n=32, num_warps=8, num_stages=1, q_in_registers=False, rescale_threshold=LAZY
-        ),
-        ForwardConfigSm80(tile_m=64, tile_n=16, q_in_registers=False, rescale_threshold=LAZY),
-    ),
+    64: (replace(_FOUR_WARPS, tile_m=128),),
+    96: (_EIGHT_WARPS, _FOUR_WARPS),
+    128: (_EIGHT_WARPS, _FOUR_WARPS),
+    192: (_EIGHT_WARPS, replace(_EIGHT_WARPS, num_stages=1), replace(_FOUR_WARPS, tile_n=16)),
     256: (
-        ForwardConfigSm80(
-            tile_m=128, tile_n=32, num_warps=8, num_stages=1, q_in_registers=False, rescale_threshold=LAZY
-        ),
-        ForwardConfigSm80(tile_m=64, tile_n=16, q_in_registers=False, rescale_threshold=LAZY),
-        ForwardConfigSm80(tile_m=64, tile_n=16, num_stages=1, q_in_registers=False, rescale_threshold=LAZY),
+        replace(_EIGHT_WARPS, num_stages=1),
+        replace(_FOUR_WARPS, tile_n=16),
+        replace(_FOUR_WARPS, tile_n=16, num_stages=1),
     ),
 }
 
@@ -89,7 +74,7 @@ def _copies(problem: AttentionProblem) -> int:
     return next(n for n in VECTOR_BYTES if row_bytes % n == 0)
 
 
-def _first_that_fits(candidates: list[Config], problem: AttentionProblem, arch: str) -> Config:
+def first_that_fits(candidates: Sequence[Config], problem: AttentionProblem, arch: str) -> Config:
     """Raises: UnsupportedError, the last one's, if none does."""
     for config in candidates[:-1]:
         try:
@@ -118,7 +103,7 @@ def forward_config_sm80(problem: AttentionProblem, arch: str) -> ForwardConfigSm
         if 1 < group <= rows and seqlen_q * group <= rows:
             config = replace(config, tile_m=rows, pack_gqa=True)
         candidates.append(config)
-    return _first_that_fits(candidates, problem, arch)
+    return first_that_fits(candidates, problem, arch)
 
 
 # At 512, 1024, 2048, 4096 and 16384 but for gaps; with 163 KB of shared memory or more.
@@ -153,57 +138,22 @@ BACKWARD_SMALL = {
 BACKWARD_MEDIUM = BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=4, dq_query_warps=2)
 
 
+_SQUARE = BackwardConfigSm80(tile_m=32, tile_n=32, num_warps=4, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2)
+_NARROW = BackwardConfigSm80(
+    tile_m=32, tile_n=16, num_warps=4, num_stages=1, s_key_warps=1, dkv_key_warps=1, dq_query_warps=1
+)
+_WIDE = BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=2, dq_query_warps=2)
 # float32, by the wider of the head dims that kernels are compiled for; of each list the first that a problem and an
 # architecture have room for. Not measured.
 BACKWARD_FLOAT32 = {
     # two thread blocks on a multiprocessor with 163 KB
-    64: (BackwardConfigSm80(tile_m=32, tile_n=64, num_warps=4, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2),),
-    128: (
-        BackwardConfigSm80(tile_m=64, tile_n=64, s_key_warps=4, dkv_key_warps=2, dq_query_warps=2),
-        BackwardConfigSm80(tile_m=32, tile_n=64, s_key_warps=4, dkv_key_warps=2, dq_query_warps=2),
-        BackwardConfigSm80(
-            tile_m=32, tile_n=32, num_warps=4, num_stages=1, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2
-        ),
-    ),
-    192: (
-        BackwardConfigSm80(
-            tile_m=32, tile_n=32, num_warps=4, s_key_warps=2, dkv_key_warps=2, dq_query_warps=2, dq_pieces=3
-        ),
-        BackwardConfigSm80(
-            tile_m=32,
-            tile_n=16,
-            num_warps=2,
-            num_stages=1,
-            s_key_warps=1,
-            dkv_key_warps=1,
-            dq_query_warps=1,
-            dq_pieces=3,
-        ),
-    ),
+    64: (replace(_SQUARE, tile_n=64),),
+    128: (replace(_WIDE, tile_m=64), _WIDE, replace(_SQUARE, num_stages=1)),
+    192: (replace(_SQUARE, dq_pieces=3), replace(_NARROW, num_warps=2, dq_pieces=3)),
     256: (
-        BackwardConfigSm80(
-            tile_m=32, tile_n=64, num_stages=1, s_key_warps=4, dkv_key_warps=2, dq_query_warps=2, dq_pieces=2
-        ),
-        BackwardConfigSm80(
-            tile_m=32,
-            tile_n=32,
-            num_warps=4,
-            num_stages=1,
-            s_key_warps=2,
-            dkv_key_warps=2,
-            dq_query_warps=2,
-            dq_pieces=2,
-        ),
-        BackwardConfigSm80(
-            tile_m=32,
-            tile_n=16,
-            num_warps=4,
-            num_stages=1,
-            s_key_warps=1,
-            dkv_key_warps=1,
-            dq_query_warps=1,
-            one_score_buffer=True,
-        ),
+        replace(_WIDE, num_stages=1, dq_pieces=2),
+        replace(_SQUARE, num_stages=1, dq_pieces=2),
+        replace(_NARROW, one_score_buffer=True),
     ),
 }
 
@@ -266,4 +216,4 @@ def _backward_float32(problem: AttentionProblem, arch: str) -> BackwardConfigSm8
             config = replace(config, dq_pieces=1)
         config = replace(config, descending_turns=has_descending_turns(problem, config.tile_m, config.tile_n))
         candidates.append(replace(config, vector_adds=arch not in SCALAR_ADDS, vector_bytes=_copies(problem)))
-    return _first_that_fits(candidates, problem, arch)
+    return first_that_fits(candidates, problem, arch)

@@ -24,26 +24,17 @@ from .sm80 import LAZY, NUM_SMS, has_descending_turns
 LONG = 2**62
 
 
-def at(seqlen: int, *tflops: int) -> dict[int, int]:
-    """Measurements at a sequence length and at each length twice as long as the one before."""
-    return {seqlen << i: value for i, value in enumerate(tflops)}
-
-
 class Row(NamedTuple):
-    """The configuration of the problems of one kind up to a length, with the measurement behind it.
+    """The configuration of the problems of one kind up to a length.
 
     Attributes:
         causal: whether the mask bounds the keys on the right; None: the row holds for both.
         up_to: the longest seqlen_k.
-        tflops: TFLOP/s of this configuration by sequence length; None: not measured.
-        others: TFLOP/s of the next best configurations, by what distinguishes them.
     """
 
     causal: bool | None
     up_to: int
     config: ForwardConfigSm90
-    tflops: dict[int, int] | None = None
-    others: dict[str, dict[int, int]] | None = None
 
 
 # With normal data at 512, 2048 and 16384 keys, 2, 2 and 1.5 percent of a warp's steps rescale (with 0.8: 90, 52, 13);
@@ -53,130 +44,56 @@ _LAZY = ForwardConfigSm90(tile_n=64, rescale_threshold=LAZY)
 _WIDE = replace(_LAZY, tile_n=128, q_stages=2)
 _THREE = replace(_LAZY, tile_n=80, num_warpgroups=3, num_stages=3, q_stages=2)
 
-# Hopper, by (head_dim, head_dim_v) tile; the first row that holds counts. TFLOP/s are those of bf16 on an H200 with 16k
-# tokens of hidden size 2048.
+# Hopper, by (head_dim, head_dim_v) tile; the first row that holds counts. The comment before a row has its TFLOP/s by
+# sequence length (each twice the one before) and, in parentheses, those of the next best configurations, in bf16 on an
+# H200 with 16k tokens of hidden size 2048. Rows without one were not measured.
 FORWARD_SM90 = {
     (64, 64): (
-        Row(
-            False,
-            1024,
-            replace(_LAZY, tile_n=64, num_warpgroups=4, q_stages=2),
-            tflops=at(512, 457, 494),
-            others={"the next row": at(512, 425, 455)},
-        ),
-        Row(
-            False,
-            4096,
-            replace(_WIDE, num_warpgroups=3, overlap_tiles=False),
-            tflops=at(2048, 530, 549),
-            others={"with overlap_tiles": at(2048, 529, 549)},
-        ),
-        Row(
-            False,
-            LONG,
-            replace(_WIDE, num_warpgroups=3),
-            tflops=at(8192, 578, 587),
-            others={"without overlap_tiles": at(8192, 574, 585)},
-        ),
-        Row(
-            True,
-            8192,
-            replace(_LAZY, tile_n=64, num_warpgroups=4, num_stages=4, q_stages=2, dynamic_tiles=True),
-            tflops=at(512, 304, 409, 471, 518, 547),
-            others={
-                "3 warpgroups": at(512, 257, 327, 443, 505, 542),
-                "2 warpgroups": at(512, 290, 361, 444, 476, 498),
-            },
-        ),
-        Row(
-            True,
-            LONG,
-            replace(_WIDE, num_warpgroups=3, dynamic_tiles=True),
-            tflops=at(16384, 569),
-            others={"the row above": at(16384, 559)},
-        ),
+        # 512 and 1024: 457 494 (the next row: 425 455)
+        Row(False, 1024, replace(_LAZY, tile_n=64, num_warpgroups=4, q_stages=2)),
+        # 2048 and 4096: 530 549 (with overlap_tiles: 529 549)
+        Row(False, 4096, replace(_WIDE, num_warpgroups=3, overlap_tiles=False)),
+        # 8192 and 16384: 578 587 (without overlap_tiles: 574 585)
+        Row(False, LONG, replace(_WIDE, num_warpgroups=3)),
+        # 512 to 8192: 304 409 471 518 547 (3 warpgroups: 257 327 443 505 542; 2 warpgroups: 290 361 444 476 498)
+        Row(True, 8192, replace(_LAZY, tile_n=64, num_warpgroups=4, num_stages=4, q_stages=2, dynamic_tiles=True)),
+        # 16384: 569 (the row above: 559)
+        Row(True, LONG, replace(_WIDE, num_warpgroups=3, dynamic_tiles=True)),
     ),
     (96, 96): (
-        Row(
-            False,
-            LONG,
-            replace(_LAZY, tile_n=112, num_warpgroups=3, q_stages=2),
-            tflops={2048: 609, 8192: 669},
-            others={"tile_n 128, 2 warpgroups": {2048: 593, 8192: 612}},
-        ),
-        Row(
-            True,
-            2048,
-            replace(_WIDE, dynamic_tiles=True),
-            tflops={2048: 512},
-            others={"the next row": {2048: 502}},
-        ),
-        Row(
-            True,
-            LONG,
-            replace(_LAZY, tile_n=96, num_warpgroups=3, q_stages=2, dynamic_tiles=True),
-            tflops={8192: 598},
-            others={"the row above": {8192: 570}},
-        ),
+        # 2048 and 8192: 609 669 (tile_n 128, 2 warpgroups: 593 612)
+        Row(False, LONG, replace(_LAZY, tile_n=112, num_warpgroups=3, q_stages=2)),
+        # 2048: 512 (the next row: 502)
+        Row(True, 2048, replace(_WIDE, dynamic_tiles=True)),
+        # 8192: 598 (the row above: 570)
+        Row(True, LONG, replace(_LAZY, tile_n=96, num_warpgroups=3, q_stages=2, dynamic_tiles=True)),
     ),
     (128, 128): (
-        Row(
-            False,
-            1024,
-            replace(_WIDE, cluster_size=2),
-            tflops=at(512, 560, 615),
-            others={"without clusters": at(512, 554, 587)},
-        ),
-        Row(False, 4096, _WIDE, tflops=at(2048, 676, 690), others={"the next row": at(2048, 664, 685)}),
-        Row(False, LONG, _THREE, tflops=at(8192, 720, 731), others={"the row above": at(8192, 703, 705)}),
-        Row(True, 512, _WIDE, tflops={512: 371}, others={"with dynamic_tiles": {512: 349}}),
-        Row(
-            True,
-            4096,
-            replace(_WIDE, dynamic_tiles=True),
-            tflops=at(1024, 473, 556, 618),
-            others={"the next row": at(1024, 400, 529, 601)},
-        ),
-        Row(
-            True,
-            LONG,
-            replace(_THREE, dynamic_tiles=True),
-            tflops=at(8192, 668, 693),
-            others={"the row above": at(8192, 662, 677)},
-        ),
+        # 512 and 1024: 560 615 (without clusters: 554 587)
+        Row(False, 1024, replace(_WIDE, cluster_size=2)),
+        # 2048 and 4096: 676 690 (the next row: 664 685)
+        Row(False, 4096, _WIDE),
+        # 8192 and 16384: 720 731 (the row above: 703 705)
+        Row(False, LONG, _THREE),
+        # 512: 371 (with dynamic_tiles: 349)
+        Row(True, 512, _WIDE),
+        # 1024 to 4096: 473 556 618 (the next row: 400 529 601)
+        Row(True, 4096, replace(_WIDE, dynamic_tiles=True)),
+        # 8192 and 16384: 668 693 (the row above: 662 677)
+        Row(True, LONG, replace(_THREE, dynamic_tiles=True)),
     ),
     (192, 128): (Row(None, LONG, replace(_LAZY, tile_n=128)),),
     (192, 192): (
-        Row(
-            False,
-            LONG,
-            replace(_LAZY, tile_n=80),
-            tflops={2048: 679, 8192: 727},
-            others={"tile_n 112": {2048: 667, 8192: 711}, "tile_n 96": {2048: 645, 8192: 723}},
-        ),
-        Row(
-            True,
-            LONG,
-            replace(_LAZY, tile_n=112, dynamic_tiles=True),
-            tflops={2048: 585, 8192: 673},
-            others={"tile_n 80": {2048: 569, 8192: 675}},
-        ),
+        # 2048 and 8192: 679 727 (tile_n 112: 667 711; tile_n 96: 645 723)
+        Row(False, LONG, replace(_LAZY, tile_n=80)),
+        # 2048 and 8192: 585 673 (tile_n 80: 569 675)
+        Row(True, LONG, replace(_LAZY, tile_n=112, dynamic_tiles=True)),
     ),
     (256, 256): (
-        Row(
-            False,
-            LONG,
-            replace(_LAZY, tile_n=64, v_stages=3, cluster_size=2),
-            tflops=at(512, 568, 643, 700, 730, 750, 754),
-            others={"without clusters, two buffers for V": at(512, 563, 643, 683, 719, 740, 741)},
-        ),
-        Row(
-            True,
-            LONG,
-            replace(_LAZY, tile_n=64, v_stages=3, dynamic_tiles=True),
-            tflops=at(512, 367, 492, 577, 645, 688, 712),
-            others={"tile_n 80, two buffers for V": at(512, 343, 479, 568, 641, 682, 702)},
-        ),
+        # 512 to 16384: 568 643 700 730 750 754 (without clusters, two buffers for V: 563 643 683 719 740 741)
+        Row(False, LONG, replace(_LAZY, tile_n=64, v_stages=3, cluster_size=2)),
+        # 512 to 16384: 367 492 577 645 688 712 (tile_n 80, two buffers for V: 343 479 568 641 682 702)
+        Row(True, LONG, replace(_LAZY, tile_n=64, v_stages=3, dynamic_tiles=True)),
     ),
 }
 
@@ -190,84 +107,31 @@ FP8_THREE = replace(FP8_IN_SEQUENCE, num_warpgroups=3)
 FP8_FREE = replace(FP8_IN_SEQUENCE, pingpong=False)
 FORWARD_FP8 = {
     64: (
-        Row(
-            False,
-            1024,
-            FP8_OVERLAPPED,
-            tflops={1024: 600},
-            others={"the next row": {1024: 546}, "exponentials": {1024: 491}},
-        ),
-        Row(
-            False,
-            LONG,
-            FP8_THREE,
-            tflops=at(2048, 655, 688, 737, 735),
-            others={"the row above": at(2048, 653, 682, 675, 696), "exponentials": at(2048, 564, 591, 622, 632)},
-        ),
-        Row(
-            True,
-            1024,
-            replace(FP8_OVERLAPPED, dynamic_tiles=True),
-            tflops={1024: 394},
-            others={"192 keys": {1024: 381}, "the next row": {1024: 357}, "exponentials": {1024: 327}},
-        ),
-        Row(
-            True,
-            LONG,
-            replace(FP8_THREE, dynamic_tiles=True),
-            tflops=at(2048, 503, 585, 662, 692),
-            others={
-                "the row above": at(2048, 492, 563, 601, 659),
-                "the row above, 192 keys": at(2048, 502, 586, 639, 670),
-                "exponentials": at(2048, 434, 493, 561, 591),
-            },
-        ),
+        # 1024: 600 (the next row: 546; exponentials: 491)
+        Row(False, 1024, FP8_OVERLAPPED),
+        # 2048 to 16384: 655 688 737 735 (the row above: 653 682 675 696; exponentials: 564 591 622 632)
+        Row(False, LONG, FP8_THREE),
+        # 1024: 394 (192 keys: 381; the next row: 357; exponentials: 327)
+        Row(True, 1024, replace(FP8_OVERLAPPED, dynamic_tiles=True)),
+        # 2048 to 16384: 503 585 662 692 (the row above: 492 563 601 659; the row above, 192 keys: 502 586 639 670;
+        # exponentials: 434 493 561 591)
+        Row(True, LONG, replace(FP8_THREE, dynamic_tiles=True)),
     ),
     128: (
-        Row(
-            False,
-            LONG,
-            FP8_OVERLAPPED,
-            tflops=at(1024, 859, 937, 1011, 998, 1043),
-            others={
-                "without overlap, 3 warpgroups": at(1024, 763, 910, 935, 954, 968),
-                "exponentials": at(1024, 765, 883, 908, 920, 941),
-            },
-        ),
-        Row(
-            True,
-            LONG,
-            replace(FP8_OVERLAPPED, dynamic_tiles=True),
-            tflops=at(1024, 562, 723, 854, 895, 980),
-            others={
-                "without overlap, 3 warpgroups": at(1024, 513, 730, 816, 915, 941),
-                "exponentials": at(1024, 515, 683, 766, 859, 909),
-            },
-        ),
+        # 1024 to 16384: 859 937 1011 998 1043 (without overlap, 3 warpgroups: 763 910 935 954 968; exponentials: 765
+        # 883 908 920 941)
+        Row(False, LONG, FP8_OVERLAPPED),
+        # 1024 to 16384: 562 723 854 895 980 (without overlap, 3 warpgroups: 513 730 816 915 941; exponentials: 515 683
+        # 766 859 909)
+        Row(True, LONG, replace(FP8_OVERLAPPED, dynamic_tiles=True)),
     ),
     256: (
-        Row(
-            False,
-            LONG,
-            FP8_FREE,
-            tflops=at(1024, 962, 1049, 1107, 1083, 1132),
-            others={
-                "with turns": at(1024, 913, 1036, 1036, 1057, 1082),
-                "a turn for each GEMM": at(1024, 965, 1059, 1093, 1130, 1149),
-                "exponentials": at(1024, 929, 1006, 1046, 1068, 1094),
-            },
-        ),
-        Row(
-            True,
-            LONG,
-            replace(FP8_FREE, dynamic_tiles=True),
-            tflops=at(1024, 695, 869, 1003, 1055, 1099),
-            others={
-                "with turns": at(1024, 687, 854, 961, 1045, 1018),
-                "a turn for each GEMM": at(1024, 683, 856, 971, 1044, 1091),
-                "exponentials": at(1024, 677, 827, 955, 1019, 1046),
-            },
-        ),
+        # 1024 to 16384: 962 1049 1107 1083 1132 (with turns: 913 1036 1036 1057 1082; a turn for each GEMM: 965 1059
+        # 1093 1130 1149; exponentials: 929 1006 1046 1068 1094)
+        Row(False, LONG, FP8_FREE),
+        # 1024 to 16384: 695 869 1003 1055 1099 (with turns: 687 854 961 1045 1018; a turn for each GEMM: 683 856 971
+        # 1044 1091; exponentials: 677 827 955 1019 1046)
+        Row(True, LONG, replace(FP8_FREE, dynamic_tiles=True)),
     ),
 }
 # Calls whose lse or gradients are used run without p_codes, by these rows. FORWARD_FP8 has their TFLOP/s as

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from ...problem.decode import DecodeInputs, DecodeProblem
+from ..arguments import AppendArguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import VECTOR_BYTES
 from .arguments import (
-    AppendArguments,
     as_pairs,
     descale_arguments,
     element_type,
+    fake_integers,
     fake_tensor,
     strided_tensor,
+    traced,
     vector_bytes,
     with_rows,
 )
@@ -131,7 +133,6 @@ def append_request(key: AppendKey, arch: str) -> CompileRequest:
 
 def trace_append(key: AppendKey) -> tuple:
     from cutlass import Float32, Int16, Int32
-    from cutlass.cute.runtime import make_fake_stream
 
     from ..device.memory_bound.append import Append
 
@@ -159,7 +160,7 @@ def trace_append(key: AppendKey) -> tuple:
         v_new=rows(key.head_dim_v, key.has_new),
         k_cache=k_cache,
         v_cache=v_cache,
-        cache_seqlens=fake_tensor(Int32, None, align_bytes=4),
+        cache_seqlens=fake_integers(),
         page_table=fake_tensor(Int32, None, None, align_bytes=4) if key.is_paged else None,
         cos=table(),
         sin=table(),
@@ -171,5 +172,4 @@ def trace_append(key: AppendKey) -> tuple:
         num_blocks=Int32(1),
     )
     by_page, interleaved = key.descales_by_block and key.is_paged, key.rotary is not None and key.rotary[2]
-    kernel = Append(interleaved, key.vector_bytes, key.is_e4m3, by_page)
-    return kernel, (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))
+    return traced(Append(interleaved, key.vector_bytes, key.is_e4m3, by_page), arguments)

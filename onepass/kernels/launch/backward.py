@@ -14,18 +14,18 @@ from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
 from ...problem.outputs import empty_gradients
+from ..arguments import PostprocessArguments, PreprocessArguments, SinkGradientsArguments
 from ..compiler.compile import CompileRequest
 from ..config import BackwardConfigSm80, BackwardConfigSm90
 from . import modifiers, query_bounds
 from .arguments import (
-    PostprocessArguments,
-    PreprocessArguments,
-    SinkGradientsArguments,
     aligned,
     element_type,
+    fake_integers,
     fake_tensor,
-    score_scales,
-    window_bounds,
+    score_arguments,
+    shared_stand_ins,
+    traced,
 )
 
 MAX_GRID = 65535  # CUDA limits the grid dimensions that preprocess and postprocess use for heads and batch
@@ -80,7 +80,7 @@ class BackwardLaunch:
     blocks_per_head: int
     heads_per_section: int
 
-    def launch_main(self, rows: dict[str, Tensor | None], **arguments: Any) -> None:
+    def launch_main(self, rows: dict[str, Any], **arguments: Any) -> None:
         """Launch the main kernel.
 
         Args:
@@ -124,15 +124,9 @@ class BackwardLaunch:
         return (self.accumulator_blocks, tile_m * head_dim), (self.num_blocks, 2 * tile_m)
 
     @functools.cached_property
-    def window(self) -> tuple[int | None, int | None]:
-        return window_bounds(self.problem)
-
-    @functools.cached_property
-    def numbers(self) -> dict[str, float | int | None]:
+    def numbers(self) -> dict[str, Any]:
         """The arguments of the main kernel that are numbers, and of the postprocess for rows that it computes again."""
-        scale_log2, tanh_scale = score_scales(self.problem)
-        left, right = self.window
-        return {"scale_log2": scale_log2, "tanh_scale": tanh_scale, "window_left": left, "window_right": right}
+        return score_arguments(self.problem)
 
     def __call__(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
@@ -191,15 +185,16 @@ class BackwardLaunch:
             assert given is not None
             if self.query_bounds is not None:
                 lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
-                bounds = query_bounds.launch(self.query_bounds, problem, config, given, self.window, *lengths)
-            sources["modifiers"] = given + modifiers.backward_arguments(problem, bounds, terms)
-        shared = {
+                window = self.numbers["window_left"], self.numbers["window_right"]
+                bounds = query_bounds.launch(self.query_bounds, problem, config, given, window, *lengths)
+            sources["modifiers"] = modifiers.backward_arguments(problem, given, bounds, terms)
+        shared: dict[str, Any] = {
             "dq_accum": dq_accum,
             "cu_seqlens_q": cu_seqlens_q,
             "softmax_scale": problem.softmax_scale,
             "blocks_per_head": self.blocks_per_head,
         }
-        rows = {"dq": dq, "out": out, "lse": lse, "dlse": dlse}
+        rows: dict[str, Any] = {"dq": dq, "out": out, "lse": lse, "dlse": dlse}
         self.launch_main(rows, dk=dk, dv=dv, turns=turns, **shared, **sources)
         if self.postprocess is not None:  # else the main kernel has written dq
             recomputed = sources if problem.hides_pairs else {}
@@ -241,36 +236,6 @@ def fake_accumulator(problem: AttentionProblem, config: BackwardConfigSm90 | Bac
     return tuple(
         fake_tensor(Float32, None, columns, align_bytes=16) for columns in (config.tile_m * head_dim, 2 * config.tile_m)
     )
-
-
-def fake_cu_seqlens(problem: AttentionProblem):
-    from cutlass import Int32
-
-    return fake_tensor(Int32, None, align_bytes=4) if problem.is_packed else None
-
-
-def fake_seqused_k(problem: AttentionProblem):
-    from cutlass import Int32
-
-    return fake_tensor(Int32, None, align_bytes=4) if problem.has_seqused_k else None
-
-
-def fake_scales_and_window(problem: AttentionProblem) -> dict[str, Any]:
-    """Stand-ins for the results of `score_scales` and `window_bounds`, by the names of arguments."""
-    from cutlass import Float32, Int32
-
-    return {
-        "scale_log2": Float32(1.0),
-        "tanh_scale": None if problem.softcap is None else Float32(1.0),
-        "window_left": None if problem.mask.window_left is None else Int32(0),
-        "window_right": None if problem.mask.window_right is None else Int32(0),
-    }
-
-
-def fake_stream():
-    from cutlass.cute.runtime import make_fake_stream
-
-    return make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def requests_of_rows(
@@ -323,7 +288,7 @@ def trace_sink_gradients(problem: AttentionProblem, config: BackwardConfigSm80 |
     _, stats = fake_accumulator(problem, config)
     sinks, dsinks = (fake_tensor(Float32, None, align_bytes=4) for _ in range(2))
     arguments = SinkGradientsArguments(stats, sinks, dsinks, Int32(1))
-    return SinkGradients(config.tile_m), (*arguments, fake_stream())
+    return traced(SinkGradients(config.tile_m), arguments)
 
 
 def trace_preprocess(
@@ -344,10 +309,10 @@ def trace_preprocess(
         dlse=dlse,
         stats=stats,
         dq_accum=dq_accum if config.zeroes_before(problem) else None,
-        cu_seqlens_q=fake_cu_seqlens(problem),
+        cu_seqlens_q=fake_integers(problem.is_packed),
         blocks_per_head=Int32(1),
     )
-    return Preprocess(problem, config), (*arguments, fake_stream())
+    return traced(Preprocess(problem, config), arguments)
 
 
 def trace_postprocess(problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80) -> tuple:
@@ -358,7 +323,7 @@ def trace_postprocess(problem: AttentionProblem, config: BackwardConfigSm90 | Ba
 
     d, dv = problem.head_dim, problem.head_dim_v
     dq_accum, stats = fake_accumulator(problem, config)
-    sources: dict[str, Any] = {}
+    sources: dict[str, Any] = {"cu_seqlens_q": fake_integers(problem.is_packed)}
     if problem.hides_pairs:
         sources = {
             "q": fake_rows(problem, d, config.vector_bytes),
@@ -366,17 +331,14 @@ def trace_postprocess(problem: AttentionProblem, config: BackwardConfigSm90 | Ba
             "v": fake_rows(problem, dv, config.vector_bytes),
             "dout": fake_rows(problem, dv, config.vector_bytes),
             "stats": stats,
-            "cu_seqlens_k": fake_cu_seqlens(problem),
-            "seqused_k": fake_seqused_k(problem),
-            **fake_scales_and_window(problem),
-            "modifiers": modifiers.fake_backward_arguments(problem),
+            "modifiers": modifiers.fake_arguments(problem, is_backward=True),
+            **shared_stand_ins(problem),
         }
     arguments = PostprocessArguments(
         dq_accum,
         dq=fake_rows(problem, d, config.vector_bytes),
-        cu_seqlens_q=fake_cu_seqlens(problem),
         softmax_scale=Float32(1.0),
         blocks_per_head=Int32(1),
         **sources,
     )
-    return Postprocess(problem, config), (*arguments, fake_stream())
+    return traced(Postprocess(problem, config), arguments)

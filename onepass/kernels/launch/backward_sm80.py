@@ -13,6 +13,7 @@ from torch import Tensor
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
+from ..arguments import BackwardSm80Arguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import BackwardConfigSm80
@@ -21,7 +22,7 @@ from ..heuristics import tuned
 from . import backward as backward_launch
 from . import forward_sm80 as launch
 from . import modifiers, query_bounds
-from .arguments import BackwardSm80Arguments, element_type, fake_tensor
+from .arguments import element_type, fake_integers, shared_stand_ins, traced
 from .backward import BackwardLaunch, counts, request_of_sinks, requests_of_rows, without_keys
 
 
@@ -114,7 +115,7 @@ class Launch(BackwardLaunch):
     def readable(self, t: Tensor) -> Tensor:
         return launch.with_rows(t)
 
-    def launch_main(self, rows: dict[str, Tensor | None], **arguments: Any) -> None:
+    def launch_main(self, rows: dict[str, Any], **arguments: Any) -> None:
         self.main(
             *BackwardSm80Arguments(
                 heads_per_section=self.heads_per_section,
@@ -154,16 +155,12 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm80, arch: str) -> t
         **backward_launch.fake_gradients(problem, config.vector_bytes),
         dq_accum=dq_accum,
         stats=stats,
-        turns=fake_tensor(Int32, None, align_bytes=4) if problem.deterministic else None,
-        cu_seqlens_q=backward_launch.fake_cu_seqlens(problem),
-        cu_seqlens_k=backward_launch.fake_cu_seqlens(problem),
-        seqused_k=backward_launch.fake_seqused_k(problem),
+        turns=fake_integers(problem.deterministic),
         softmax_scale=Float32(1.0),
-        **backward_launch.fake_scales_and_window(problem),
-        modifiers=modifiers.fake_backward_arguments(problem),
+        modifiers=modifiers.fake_arguments(problem, is_backward=True),
+        **shared_stand_ins(problem),
         blocks_per_head=Int32(1),
         heads_per_section=Int32(1),
         num_tiles=Int32(1),
     )
-    kernel = BackwardSm80(problem, config, element_type(problem.dtype), arch)
-    return kernel, (*arguments, backward_launch.fake_stream())
+    return traced(BackwardSm80(problem, config, element_type(problem.dtype), arch), arguments)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
+from ..arguments import BackwardSm90Arguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import PROGRESS_HEADER, BackwardConfigSm90
@@ -20,18 +21,14 @@ from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
 from . import modifiers, query_bounds
-from .arguments import BackwardSm90Arguments, element_type, fake_tensor
+from .arguments import element_type, fake_integers, fake_tensor, shared_stand_ins, traced
 from .backward import (
     BackwardLaunch,
     counts,
     fake_accumulator,
-    fake_cu_seqlens,
     fake_gradients,
     fake_lse,
     fake_rows,
-    fake_scales_and_window,
-    fake_seqused_k,
-    fake_stream,
     request_of_sinks,
     requests_of_rows,
     without_keys,
@@ -132,7 +129,7 @@ class Launch(BackwardLaunch):
             return None
         return tiles_in_ring(self.problem, self.config, self.num_ctas // self.config.tile_blocks)
 
-    def launch_main(self, rows: dict[str, Tensor | None], **arguments: Any) -> None:
+    def launch_main(self, rows: dict[str, Any], **arguments: Any) -> None:
         device, progress = arguments["q"].get_device(), None
         if self.config.rows_in_background(self.problem):
             progress = zero_counters("backward", device, self.num_counters)
@@ -231,7 +228,7 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm90, has_dlse: bool 
         rows["out"] = dv
         more["lse"] = fake_lse(problem)
         more["dlse"] = fake_lse(problem) if has_dlse else None
-        more["progress"] = fake_tensor(Int32, None, align_bytes=4)
+        more["progress"] = fake_integers()
     dq_accum, stats = fake_accumulator(problem, config)
     arguments = BackwardSm90Arguments(
         **{name: fake_rows(problem, columns) for name, columns in rows.items()},
@@ -239,17 +236,14 @@ def trace(problem: AttentionProblem, config: BackwardConfigSm90, has_dlse: bool 
         **more,
         dq_accum=dq_accum,
         stats=stats,
-        turns=fake_tensor(Int32, None, align_bytes=4) if config.adds_in_turns(problem) else None,
-        cu_seqlens_q=fake_cu_seqlens(problem),
-        cu_seqlens_k=fake_cu_seqlens(problem),
-        seqused_k=fake_seqused_k(problem),
+        turns=fake_integers(config.adds_in_turns(problem)),
         softmax_scale=Float32(1.0),
-        **fake_scales_and_window(problem),
-        modifiers=modifiers.fake_backward_arguments(problem),
+        modifiers=modifiers.fake_arguments(problem, is_backward=True),
+        **shared_stand_ins(problem),
         counter=fake_tensor(Int32, 1, align_bytes=4) if config.dynamic_tiles else None,
         blocks_per_head=Int32(1),
         heads_per_section=Int32(1),
         tiles_in_ring=Int32(1) if config.adds_in_rings(problem) else None,
         num_ctas=Int32(1),
     )
-    return BackwardSm90(problem, config, element_type(problem.dtype)), (*arguments, fake_stream())
+    return traced(BackwardSm90(problem, config, element_type(problem.dtype)), arguments)

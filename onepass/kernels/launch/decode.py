@@ -22,12 +22,13 @@ from ...problem import AttentionInputs
 from ...problem.decode import DecodeInputs, DecodeProblem
 from ...problem.lengths import read_cache_lengths
 from ...problem.outputs import empty_outputs, without_keys
+from ..arguments import MergeArguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import LaunchConfig
 from ..config.arch import arch_of
 from .append import append, needs_append, request_of_call
-from .arguments import MergeArguments, with_rows
+from .arguments import score_arguments, with_rows
 from .merge import merge_blocks, merge_request
 
 
@@ -66,14 +67,14 @@ class SplitPlan(NamedTuple):
 
 
 class DecodeLaunch(ABC):
-    """The launches of one problem: its compiled kernels, and the arguments that all calls have in common."""
+    """The launches of one problem: its compiled kernels, and the arguments that all calls have in common, by name."""
 
     def __init__(self, problem: DecodeProblem, config: LaunchConfig, arch: str, plan: SplitPlan):
         self.problem, self.config, self.arch = problem, config, arch
         self.num_splits, self.is_split = plan.num_splits, plan.is_split
-        # a forward that is not split has no use for these arguments
-        self.num_splits_argument = plan.num_splits if plan.is_split else None
-        self.split_blocks = plan.split_blocks if plan.is_split else None
+        self.constants = score_arguments(problem.attention)
+        if plan.is_split:
+            self.constants |= {"num_splits": plan.num_splits, "split_blocks": plan.split_blocks}
         self._merge: Callable | None = None
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:

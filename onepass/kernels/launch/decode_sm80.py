@@ -14,6 +14,7 @@ from torch import Tensor
 from ...problem import AttentionInputs, AttentionProblem
 from ...problem.decode import DecodeInputs, DecodeProblem
 from ...problem.outputs import empty_outputs
+from ..arguments import ForwardSm80Arguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import ForwardConfigSm80
@@ -25,16 +26,16 @@ from . import modifiers
 from .append import needs_append
 from .arguments import (
     KEYS_OF_A_DESCALE,
-    ForwardSm80Arguments,
     as_pairs,
     descale_arguments,
     element_type,
+    fake_integers,
     fake_tensor,
-    forward_sm80_arguments,
-    score_scales,
+    in_order,
+    shared_stand_ins,
     strided_tensor,
+    traced,
     vector_bytes,
-    window_bounds,
     with_rows,
 )
 from .decode import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
@@ -98,10 +99,7 @@ class Launch(DecodeLaunch):
 
     def __init__(self, problem: DecodeProblem, config: ForwardConfigSm80, arch: str, plan: SplitPlan):
         super().__init__(problem, config, arch, plan)
-        attention = problem.attention
-        self.scale_log2, self.tanh_scale = score_scales(attention)
-        self.window_left, self.window_right = window_bounds(attention)
-        self.heads_per_section, self.num_tiles = grid(attention, config)
+        self.in_order = in_order(ForwardSm80Arguments, self.constants | grid(problem.attention, config))
         self._forwards: dict[int, Callable] = {}  # by the bytes of a copy
 
     def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
@@ -155,7 +153,7 @@ class Launch(DecodeLaunch):
     ) -> tuple:
         """The values of `ForwardSm80Arguments`, with the given tensors instead of those of `inputs`."""
         k_descale, v_descale, kv_block = descale_arguments(self.problem, inputs)
-        return forward_sm80_arguments(
+        return self.in_order(
             q,
             k_cache,
             v_cache,
@@ -164,17 +162,9 @@ class Launch(DecodeLaunch):
             sinks=sinks,
             cu_seqlens_q=query_offsets_of(inputs),
             seqused_k=inputs.cache_seqlens.contiguous(),
-            scale_log2=self.scale_log2,
-            tanh_scale=self.tanh_scale,
-            window_left=self.window_left,
-            window_right=self.window_right,
             modifiers=modifiers.arguments_of(self.problem.attention, inputs.modifiers),
-            heads_per_section=self.heads_per_section,
-            num_tiles=self.num_tiles,
             page_table=page_table_of(inputs),
             added_k=inputs.seqlen_new,
-            num_splits=self.num_splits_argument,
-            split_blocks=self.split_blocks,
             k_descale=k_descale,
             v_descale=v_descale,
             kv_block=kv_block,
@@ -218,7 +208,6 @@ def _attention_of_launch(attention: AttentionProblem, is_split: bool) -> Attenti
 def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split: bool) -> tuple:
     """The forward kernel of a static problem and stand-ins for its arguments, for `compile`."""
     from cutlass import Float16, Float32, Int32
-    from cutlass.cute.runtime import make_fake_stream
 
     from ..device.blocks.softmax import cache_scales as cache_descales
     from ..device.sm80.forward.few_rows import DecodeSm80
@@ -226,7 +215,7 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
 
     assert cache_descales.KEYS == KEYS_OF_A_DESCALE
     attention = _attention_of_launch(problem.attention, is_split)
-    dtype, mask, by_block = element_type(attention.dtype), attention.mask, problem.kv_block is not None
+    dtype, by_block = element_type(attention.dtype), problem.kv_block is not None
     d, dv = attention.head_dim, attention.head_dim_v
 
     def rows(size: int, dtype: type = dtype, batch: tuple = (None,)) -> Any:
@@ -250,12 +239,6 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
         out,
         lse=fake_tensor(Float32, *lse, None, None, align_bytes=4),
         sinks=fake_tensor(Float32, None, align_bytes=4) if attention.has_sinks else None,
-        cu_seqlens_q=fake_tensor(Int32, None, align_bytes=4) if attention.is_packed else None,
-        seqused_k=fake_tensor(Int32, None, align_bytes=4),
-        scale_log2=Float32(1.0),
-        tanh_scale=None if attention.softcap is None else Float32(1.0),
-        window_left=None if mask.window_left is None else Int32(0),
-        window_right=None if mask.window_right is None else Int32(0),
         modifiers=modifiers.fake_arguments(attention),
         heads_per_section=Int32(1),
         num_tiles=Int32(1),
@@ -266,9 +249,7 @@ def trace(problem: DecodeProblem, config: ForwardConfigSm80, arch: str, is_split
         k_descale=descale(Float32, 3),
         v_descale=descale(Float32, 3),
         kv_block=Int32(1) if by_block and not problem.is_paged else None,
+        **shared_stand_ins(attention) | {"cu_seqlens_k": None, "seqused_k": fake_integers()},
     )
     kernel = DecodeSm80 if isinstance(config, DecodeConfigSm80) else ForwardSm80
-    return kernel(attention, config, dtype, arch, True, is_split, problem.is_paged, by_block), (
-        *arguments,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
+    return traced(kernel(attention, config, dtype, arch, True, is_split, problem.is_paged, by_block), arguments)

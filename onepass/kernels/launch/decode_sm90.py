@@ -17,6 +17,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...geometry.splits import BY_LENGTH
 from ...problem.decode import DecodeInputs, DecodeProblem
+from ..arguments import ForwardSm90Arguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import ForwardConfigSm90
@@ -25,10 +26,8 @@ from . import decode as decode_launch
 from .arguments import (
     aligned,
     descale_arguments,
-    forward_sm90_arguments,
+    in_order,
     is_aligned,
-    score_scales,
-    window_bounds,
 )
 from .decode import DecodeLaunch, SplitPlan, page_table_of, query_offsets_of
 from .forward_sm90 import ARCH, persistent_grid, tile_counter, trace
@@ -109,12 +108,11 @@ class Launch(DecodeLaunch):
     def __init__(self, problem: DecodeProblem, config: ForwardConfigSm90, plan: SplitPlan, num_sms: int):
         super().__init__(problem, config, ARCH, plan)
         attention = problem.attention
-        self.scale_log2, self.tanh_scale = score_scales(attention)
-        self.window_left, self.window_right = window_bounds(attention)
         # the order of tiles takes splits for batch entries, or for heads of packed sequences
         names = ("num_heads_q", "num_heads_kv") if attention.is_packed else ("batch",)
         times = {name: getattr(attention, name) * plan.num_splits for name in names}
-        self.heads_per_section, self.num_ctas = persistent_grid(replace(attention, **times), config, num_sms)
+        grid = persistent_grid(replace(attention, **times), config, num_sms)
+        self.in_order = in_order(ForwardSm90Arguments, self.constants | grid)
         self._forward: Callable | None = None
 
     def attend(self, q: Tensor, inputs: DecodeInputs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
@@ -131,7 +129,7 @@ class Launch(DecodeLaunch):
             self._forward = compile.get(*self.forward_request(inputs)[1])
         k_descale, v_descale, _ = descale_arguments(self.problem, inputs)
         self._forward(
-            *forward_sm90_arguments(
+            *self.in_order(
                 aligned(q),
                 inputs.k_cache,
                 inputs.v_cache,
@@ -142,17 +140,9 @@ class Launch(DecodeLaunch):
                 seqused_k=inputs.cache_seqlens.contiguous(),
                 k_scale=k_descale,
                 v_scale=v_descale,
-                scale_log2=self.scale_log2,
-                tanh_scale=self.tanh_scale,
-                window_left=self.window_left,
-                window_right=self.window_right,
                 counter=tile_counter(q.get_device()) if self.config.dynamic_tiles else None,
-                heads_per_section=self.heads_per_section,
-                num_ctas=self.num_ctas,
                 page_table=page_table_of(inputs),
                 added_k=inputs.seqlen_new,
-                num_splits=self.num_splits_argument,
-                split_blocks=self.split_blocks,
             )
         )
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from ...geometry.integers import ceil_div
 from ...problem import AttentionProblem
 from ...quantization.codec import SCALE_BLOCK
+from ..arguments import Float32HalvesArguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import HOPPER, head_dim_tile, value_columns
-from .arguments import Float32HalvesArguments, fake_tensor
+from .arguments import fake_integers, fake_tensor, traced
 
 
 class Kernel(NamedTuple):
@@ -107,7 +108,6 @@ def compile_request(kernel: Kernel) -> CompileRequest:
 def trace(kernel: Kernel) -> tuple:
     """The kernel and stand-ins for its arguments, for `compile`."""
     from cutlass import Float16, Float32, Int32
-    from cutlass.cute.runtime import make_fake_stream
 
     from ..device.memory_bound.float32_halves import Float32Halves
 
@@ -116,8 +116,8 @@ def trace(kernel: Kernel) -> tuple:
         x=fake_tensor(Float32, *batch, None, None, kernel.head_dim, align_bytes=16),
         target=fake_tensor(Float16, *batch, None, None, 2 * head_dim_tile(kernel.head_dim), align_bytes=16),
         scale=fake_tensor(Float32, *batch, None, None, align_bytes=4),
-        cu_seqlens=fake_tensor(Int32, None, align_bytes=4) if kernel.is_packed else None,
-        seqused=fake_tensor(Int32, None, align_bytes=4) if kernel.has_seqused else None,
+        cu_seqlens=fake_integers(kernel.is_packed),
+        seqused=fake_integers(kernel.has_seqused),
         num_blocks=Int32(1),
     )
-    return Float32Halves(kernel.head_dim, kernel.is_v), (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))
+    return traced(Float32Halves(kernel.head_dim, kernel.is_v), arguments)

@@ -13,6 +13,7 @@ from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
 from ...problem.outputs import empty_outputs, outputs_without_keys
+from ..arguments import ForwardSm80Arguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import ForwardConfigSm80
@@ -21,13 +22,13 @@ from ..heuristics import sm80 as heuristics
 from ..heuristics import tuned
 from . import modifiers
 from .arguments import (
-    ForwardSm80Arguments,
     element_type,
     fake_tensor,
-    forward_sm80_arguments,
-    score_scales,
+    in_order,
+    score_arguments,
+    shared_stand_ins,
+    traced,
     vector_bytes,
-    window_bounds,
     with_rows,
 )
 
@@ -69,12 +70,12 @@ def prepare(
     arch = arch_of(device)
     if config is None:
         config = tuned.refined(heuristics.forward_config_sm80(problem, arch), "fwd", "sm80", problem, arch, device)
-    scales_and_window = *score_scales(problem), *window_bounds(problem)
-    return Launch(problem, config, arch, *scales_and_window, *grid(problem, config))
+    constants = score_arguments(problem) | grid(problem, config)
+    return Launch(problem, config, arch, in_order(ForwardSm80Arguments, constants))
 
 
-def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> tuple[int, int]:
-    """Heads of a section (see geometry/tile_scheduler.py), and tiles: one thread block each."""
+def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> dict[str, int]:
+    """The arguments that say the grid: heads_per_section, and num_tiles, a thread block for each."""
     mask = problem.mask
     has_growing_tiles = problem.has_intervals or (mask.window_right is not None and mask.window_left is None)
     # with pack_gqa the heads of a group are one head to the scheduler
@@ -92,7 +93,7 @@ def grid(problem: AttentionProblem, config: ForwardConfigSm80) -> tuple[int, int
         has_growing_tiles and config.longest_first,
         is_dynamic=True,  # the hardware gives out thread blocks in the order of their numbers, as a queue would
     )
-    return section, tiles
+    return {"heads_per_section": section, "num_tiles": tiles}
 
 
 def compile_request(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> CompileRequest:
@@ -103,23 +104,22 @@ def compile_request(problem: AttentionProblem, config: ForwardConfigSm80, arch: 
 
 @dataclass(frozen=True)
 class Launch:
-    """The arguments that all calls of one problem have in common. The alignment of the tensors picks the kernel."""
+    """What makes the arguments of one problem's calls. The alignment of the tensors picks the kernel.
+
+    Attributes:
+        in_order: `arguments.in_order` with what all calls have in common.
+    """
 
     problem: AttentionProblem
     config: ForwardConfigSm80
     arch: str
-    scale_log2: float
-    tanh_scale: float | None
-    window_left: int | None
-    window_right: int | None
-    heads_per_section: int
-    num_tiles: int
+    in_order: Callable[..., tuple]
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
         q, k, v = with_rows(inputs.q), with_rows(inputs.k), with_rows(inputs.v)
         sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs[3:7]
-        arguments = forward_sm80_arguments(
+        arguments = self.in_order(
             q,
             k,
             v,
@@ -129,13 +129,7 @@ class Launch:
             cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
             cu_seqlens_k=None if cu_seqlens_k is None else cu_seqlens_k.contiguous(),
             seqused_k=None if seqused_k is None else seqused_k.contiguous(),
-            scale_log2=self.scale_log2,
-            tanh_scale=self.tanh_scale,
-            window_left=self.window_left,
-            window_right=self.window_right,
             modifiers=None if inputs.modifiers is None else modifiers.arguments_of(self.problem, inputs.modifiers),
-            heads_per_section=self.heads_per_section,
-            num_tiles=self.num_tiles,
         )
         kernel_of(self.problem, self.config, self.arch, vector_bytes(q, k, v, out))(*arguments)
         return out, lse
@@ -150,14 +144,10 @@ def kernel_of(problem: AttentionProblem, config: ForwardConfigSm80, arch: str, v
 def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tuple:
     """The kernel of a static problem and stand-ins for its arguments, for `compile`."""
     from cutlass import Float32, Int32
-    from cutlass.cute.runtime import make_fake_stream
 
     from ..device.sm80.forward.kernel import ForwardSm80
 
-    def optional(value: object, is_given: bool):
-        return value if is_given else None
-
-    dtype, mask = element_type(problem.dtype), problem.mask
+    dtype = element_type(problem.dtype)
     batch = () if problem.is_packed else (None,)
     q, k, v, out = (
         fake_tensor(dtype, *batch, None, None, size, align_bytes=config.vector_bytes)
@@ -169,16 +159,10 @@ def trace(problem: AttentionProblem, config: ForwardConfigSm80, arch: str) -> tu
         v,
         out,
         lse=fake_tensor(Float32, *batch, None, None, align_bytes=4),
-        sinks=optional(fake_tensor(Float32, None, align_bytes=4), problem.has_sinks),
-        cu_seqlens_q=optional(fake_tensor(Int32, None, align_bytes=4), problem.is_packed),
-        cu_seqlens_k=optional(fake_tensor(Int32, None, align_bytes=4), problem.is_packed),
-        seqused_k=optional(fake_tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
-        scale_log2=Float32(1.0),
-        tanh_scale=optional(Float32(1.0), problem.softcap is not None),
-        window_left=optional(Int32(0), mask.window_left is not None),
-        window_right=optional(Int32(0), mask.window_right is not None),
+        sinks=fake_tensor(Float32, None, align_bytes=4) if problem.has_sinks else None,
         modifiers=modifiers.fake_arguments(problem),
         heads_per_section=Int32(1),
         num_tiles=Int32(1),
+        **shared_stand_ins(problem),
     )
-    return ForwardSm80(problem, config, dtype, arch), (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))
+    return traced(ForwardSm80(problem, config, dtype, arch), arguments)

@@ -16,6 +16,7 @@ from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization
 from ...problem.outputs import empty_outputs, outputs_without_keys
 from ...quantization.codec import SCALE_BLOCK
 from ...quantization.layout import keys_last_in_torch
+from ..arguments import ForwardSm90Arguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import HOPPER, ForwardConfigSm90, head_dim_tile, value_blocks, value_columns
@@ -23,15 +24,15 @@ from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import float32_halves, modifiers, quantize
 from .arguments import (
-    ForwardSm90Arguments,
     aligned,
     element_type,
     fake_tensor,
-    forward_sm90_arguments,
+    in_order,
     is_aligned,
-    score_scales,
+    score_arguments,
+    shared_stand_ins,
     strided_tensor,
-    window_bounds,
+    traced,
 )
 
 ARCH = HOPPER
@@ -94,12 +95,12 @@ def prepare(
         config.check(problem)  # gradients, which are not known before, may refuse it
     kernel = compile.get(*compile_request(problem, config))
     grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
-    switches = config.dynamic_tiles, config.transposes_v
-    return Launch(problem, kernel, *score_scales(problem), *window_bounds(problem), *switches, *grid)
+    arguments = in_order(ForwardSm90Arguments, score_arguments(problem) | grid)
+    return Launch(problem, kernel, arguments, config.dynamic_tiles, config.transposes_v)
 
 
-def persistent_grid(problem: AttentionProblem, config: ForwardConfigSm90, num_sms: int) -> tuple[int, int]:
-    """Heads of a section (see geometry/tile_scheduler.py), and thread blocks."""
+def persistent_grid(problem: AttentionProblem, config: ForwardConfigSm90, num_sms: int) -> dict[str, int]:
+    """The arguments that say the grid: heads_per_section and num_ctas."""
     mask = problem.mask
     has_growing_tiles = problem.has_intervals or (mask.window_right is not None and mask.window_left is None)
     # with pack_gqa the heads of a group are one head to the scheduler
@@ -118,7 +119,7 @@ def persistent_grid(problem: AttentionProblem, config: ForwardConfigSm90, num_sm
         has_growing_tiles and config.longest_first,
         config.dynamic_tiles,
     )
-    return section, num_clusters * config.cluster_size
+    return {"heads_per_section": section, "num_ctas": num_clusters * config.cluster_size}
 
 
 def compile_request(
@@ -157,18 +158,17 @@ NO_SCALES = KernelScales(None, None, None, None)
 
 @dataclass(frozen=True)
 class Launch:
-    """The kernel of one problem, and the arguments that all its calls have in common."""
+    """The kernel of one problem, and what makes its arguments.
+
+    Attributes:
+        in_order: `arguments.in_order` with what all calls have in common.
+    """
 
     problem: AttentionProblem
     kernel: Callable
-    scale_log2: float
-    tanh_scale: float | None
-    window_left: int | None
-    window_right: int | None
+    in_order: Callable[..., tuple]
     is_dynamic: bool
     transposes_v: bool
-    heads_per_section: int
-    num_ctas: int
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
@@ -207,11 +207,11 @@ class Launch:
         scales: KernelScales = NO_SCALES,
         float32: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
-        """Launch the kernel, with q, k and v instead of those of `inputs`. Args: see `ForwardSm90.__call__`."""
+        """Launch the kernel, with q, k and v instead of those of `inputs`. Args: see `ForwardSm90Arguments`."""
         sinks, cu_seqlens_q, cu_seqlens_k = inputs.sinks, inputs.cu_seqlens_q, inputs.cu_seqlens_k
         seqused_k = inputs.seqused_k
         self.kernel(
-            *forward_sm90_arguments(
+            *self.in_order(
                 q,
                 k,
                 v,
@@ -223,14 +223,8 @@ class Launch:
                 None if seqused_k is None else seqused_k.contiguous(),
                 float32,
                 *scales,
-                scale_log2=self.scale_log2,
-                tanh_scale=self.tanh_scale,
-                window_left=self.window_left,
-                window_right=self.window_right,
                 modifiers=None if inputs.modifiers is None else modifiers.arguments_of(self.problem, inputs.modifiers),
                 counter=tile_counter(q.get_device()) if self.is_dynamic else None,
-                heads_per_section=self.heads_per_section,
-                num_ctas=self.num_ctas,
             )
         )
 
@@ -308,7 +302,6 @@ def trace(
     Args: cache: for `attention_decode`, the is_split, box_rows and has_descales of `ForwardSm90`.
     """
     from cutlass import Float16, Float32, Int32
-    from cutlass.cute.runtime import make_fake_stream
 
     from ..device.sm90.forward.kernel import ForwardSm90
 
@@ -340,6 +333,9 @@ def trace(
     if has_descales:
         k_scale, v_scale = (strided_tensor(Float32, 3) for _ in range(2))
     kv_dtype = dtype if problem.kv_dtype is None else element_type(problem.kv_dtype)
+    shared = shared_stand_ins(problem)
+    if cache is not None:
+        shared["cu_seqlens_k"] = None
     arguments = ForwardSm90Arguments(
         q=tensor(dtype, *batch, None, None, head_dim, align_bytes=16),
         k=tensor(kv_dtype, *keys_batch, None, None, head_dim, align_bytes=16),
@@ -350,18 +346,11 @@ def trace(
         out=tensor(out_dtype, *splits, *batch, None, None, problem.head_dim_v, align_bytes=16),
         lse=tensor(Float32, *splits, *batch, None, None, align_bytes=4),
         sinks=optional(tensor(Float32, None, align_bytes=4), problem.has_sinks),
-        cu_seqlens_q=optional(tensor(Int32, None, align_bytes=4), problem.is_packed),
-        cu_seqlens_k=optional(tensor(Int32, None, align_bytes=4), problem.is_packed and cache is None),
-        seqused_k=optional(tensor(Int32, None, align_bytes=4), problem.has_seqused_k),
         float32=optional(float32, is_float32),
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
         q_block=optional(Int32(1), is_scaled),
-        scale_log2=Float32(1.0),
-        tanh_scale=optional(Float32(1.0), problem.softcap is not None),
-        window_left=optional(Int32(0), problem.mask.window_left is not None),
-        window_right=optional(Int32(0), problem.mask.window_right is not None),
         modifiers=modifiers.fake_arguments(problem),
         counter=optional(tensor(Int32, 1, align_bytes=4), config.dynamic_tiles),
         heads_per_section=Int32(1),
@@ -370,6 +359,6 @@ def trace(
         added_k=optional(Int32(0), cache is not None),
         num_splits=optional(Int32(1), is_split),
         split_blocks=optional(Int32(0), is_split),
+        **shared,
     )
-    kernel = ForwardSm90(problem, config, dtype, cache is not None, is_split, box_rows, has_descales)
-    return kernel, (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))
+    return traced(ForwardSm90(problem, config, dtype, cache is not None, is_split, box_rows, has_descales), arguments)

@@ -12,12 +12,13 @@ from torch import Tensor
 from ...geometry.integers import ceil_div
 from ...geometry.splits import FEW_PARTIALS
 from ...problem import AttentionProblem
+from ..arguments import MergeArguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import VECTOR_BYTES, LaunchConfig
 from ..config.arch import arch_of
 from ..config.decode import DecodeConfigSm80
-from .arguments import MergeArguments, element_type, fake_tensor, vector_bytes, with_rows
+from .arguments import element_type, fake_integers, fake_tensor, traced, vector_bytes, with_rows
 
 ROWS = 2  # rows of a thread block in which each warp has one row
 ROW_WARPS = 8  # warps that share a row of more than FEW_PARTIALS splits
@@ -94,7 +95,6 @@ def merge_kernel_of(key: MergeKey, arch: str) -> Callable:
 
 def trace_merge(key: MergeKey) -> tuple:
     from cutlass import Float32, Int32
-    from cutlass.cute.runtime import make_fake_stream
 
     from ..device.memory_bound.merge import WARPS, Merge
 
@@ -108,8 +108,7 @@ def trace_merge(key: MergeKey) -> tuple:
         out=fake_tensor(dtype, None, None, None, key.head_dim_v, align_bytes=out_bytes),
         lse=fake_tensor(Float32, None, None, None, align_bytes=4),
         sinks=fake_tensor(Float32, None, align_bytes=4) if key.has_sinks else None,
-        cu_seqlens_q=fake_tensor(Int32, None, align_bytes=4) if key.has_offsets else None,
+        cu_seqlens_q=fake_integers(key.has_offsets),
         num_blocks=Int32(1),
     )
-    kernel = Merge(key.head_dim_v, key.vector_bytes, key.row_warps, key.is_early)
-    return kernel, (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))
+    return traced(Merge(key.head_dim_v, key.vector_bytes, key.row_warps, key.is_early), arguments)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...geometry import philox
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem, Modifiers
+from ..arguments import ModifierTensors
 from ..config import BackwardConfigSm80, BackwardConfigSm90
 from .arguments import LOG2_E, element_type, score_scales, strided_tensor
 
@@ -21,32 +22,33 @@ def entries_of(problem: AttentionProblem) -> int:
     return 1 if problem.is_packed else problem.batch
 
 
-def arguments_of(problem: AttentionProblem, given: Modifiers | None) -> tuple | None:
-    """The fields of the device's `ModifierTensors` that the problem has, in their order; None without modifiers."""
+def arguments_of(problem: AttentionProblem, given: Modifiers | None) -> ModifierTensors | None:
+    """The modifiers of a call as a forward kernel gets them."""
     if given is None:
         return None
-    found: list[Any] = []
     entries = entries_of(problem)
-    if given.key_ranges is not None:
-        ranges = given.key_ranges[None] if problem.is_packed else given.key_ranges
-        found.append(ranges.expand(entries, problem.num_heads_q, -1, -1).permute(2, 3, 1, 0))
-    if given.q_positions is not None:
-        positions = given.q_positions if given.q_positions.dim() == 2 else given.q_positions[None]
-        found.append(positions.expand(entries, -1).t())
-    if given.seqstart_k is not None:
-        found.append(given.seqstart_k)
-    if given.alibi_slopes is not None:
-        found.append(given.alibi_slopes.expand(problem.batch, -1).t())
-    if given.bias is not None:
-        found.append(expanded_bias(problem, given.bias.to(kernel_dtype(given.bias.dtype))))
+    ranges, positions, slopes, bias = given.key_ranges, given.q_positions, given.alibi_slopes, given.bias
+    if ranges is not None:
+        ranges = ranges[None] if problem.is_packed else ranges
+        ranges = ranges.expand(entries, problem.num_heads_q, -1, -1).permute(2, 3, 1, 0)
+    if positions is not None:
+        positions = (positions if positions.dim() == 2 else positions[None]).expand(entries, -1).t()
+    if slopes is not None:
+        slopes = slopes.expand(problem.batch, -1).t()
+    if bias is not None:
+        bias = expanded_bias(problem, bias.to(kernel_dtype(bias.dtype)))
+    scale = term_scale(problem) if problem.adds_terms else None
+    found = ModifierTensors(ranges, positions, given.seqstart_k, slopes, bias, term_scale=scale)
     if problem.dropout_p > 0:
         assert given.dropout_state is not None
-        found.append(given.dropout_state.view(torch.int32))
-        found += [philox.keep_bytes(problem.dropout_p), philox.keep_scale(problem.dropout_p)]
-        found += [problem.first_head, problem.all_heads or problem.num_heads_q]
-    if problem.adds_terms:
-        found.append(term_scale(problem))
-    return tuple(found)
+        found = found._replace(
+            dropout_state=given.dropout_state.view(torch.int32),
+            keep_bytes=philox.keep_bytes(problem.dropout_p),
+            keep_scale=philox.keep_scale(problem.dropout_p),
+            first_head=problem.first_head,
+            all_heads=problem.all_heads or problem.num_heads_q,
+        )
+    return found
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -98,18 +100,23 @@ def gradients_of_terms(problem: AttentionProblem, config: BackwardConfig, inputs
     return TermGradients(slopes, bias)
 
 
-def backward_arguments(problem: AttentionProblem, bounds: Tensor | None, terms: TermGradients) -> tuple:
-    """The fields of `ModifierTensors` that a backward has besides those of `arguments_of`, in their order.
+def backward_arguments(
+    problem: AttentionProblem, given: ModifierTensors, bounds: Tensor | None, terms: TermGradients
+) -> ModifierTensors:
+    """The modifiers of a call as a backward kernel gets them.
 
-    Args: bounds: with intervals, what `query_bounds.launch` returns.
+    Args:
+        given: what `arguments_of` returns.
+        bounds: with intervals, what `query_bounds.launch` returns.
     """
-    found: tuple = () if bounds is None else (bounds,)
-    if terms.slopes is not None:
-        found += (terms.slopes.permute(2, 1, 0),)
-    if terms.bias is not None:
-        by_entry = terms.bias[None] if problem.is_packed else terms.bias
-        found += (by_entry.permute(2, 3, 1, 0) if problem.deterministic else expanded_bias(problem, terms.bias),)
-    return found
+    slopes, bias = terms
+    if slopes is not None:
+        slopes = slopes.permute(2, 1, 0)
+    if bias is not None and problem.deterministic:
+        bias = (bias[None] if problem.is_packed else bias).permute(2, 3, 1, 0)
+    elif bias is not None:
+        bias = expanded_bias(problem, bias)
+    return ModifierTensors(*given[:-3], bounds, slopes, bias)
 
 
 def finished(
@@ -148,41 +155,32 @@ def _by_position(problem: AttentionProblem, bias: Tensor, found: Tensor, q_posit
 # ---------------------------------------------------------------- tracing
 
 
-def fake_arguments(problem: AttentionProblem) -> tuple | None:
-    """Stand-ins for `arguments_of`."""
+def fake_arguments(problem: AttentionProblem, is_backward: bool = False) -> ModifierTensors | None:
+    """Stand-ins for the modifiers of a forward or a backward kernel."""
     from cutlass import Float32, Int32
 
     if not problem.has_modifiers:
         return None
-    found: list[Any] = []
+    found: dict[str, Any] = {}
     if problem.has_key_ranges:
-        found.append(strided_tensor(Int32, 4))
+        found["ranges"] = strided_tensor(Int32, 4)
     if problem.has_q_positions:
-        found.append(strided_tensor(Int32, 2))
+        found["positions"] = strided_tensor(Int32, 2)
     if problem.has_seqstart_k:
-        found.append(strided_tensor(Int32, 1))
+        found["starts"] = strided_tensor(Int32, 1)
     if problem.has_alibi:
-        found.append(strided_tensor(Float32, 2))
+        found["slopes"] = strided_tensor(Float32, 2)
     if problem.bias_dtype is not None:
-        found.append(strided_tensor(element_type(kernel_dtype(problem.bias_dtype)), 4))
+        found["bias"] = strided_tensor(element_type(kernel_dtype(problem.bias_dtype)), 4)
     if problem.dropout_p > 0:
-        found += [strided_tensor(Int32, 1), Int32(1), Float32(1.0), Int32(1), Int32(1)]
+        found |= {"dropout_state": strided_tensor(Int32, 1), "keep_bytes": Int32(1), "keep_scale": Float32(1.0)}
+        found |= {"first_head": Int32(1), "all_heads": Int32(1)}
     if problem.adds_terms:
-        found.append(Float32(1.0))
-    return tuple(found)
-
-
-def fake_backward_arguments(problem: AttentionProblem) -> tuple | None:
-    """Stand-ins for `backward_arguments`."""
-    from cutlass import Float32, Int32
-
-    found = fake_arguments(problem)
-    if found is None:
-        return None
-    if problem.has_intervals:
-        found += (strided_tensor(Int32, 4),)
-    if problem.has_alibi and not problem.constant_slopes:
-        found += (strided_tensor(Float32, 3),)
-    if problem.has_bias and not problem.constant_bias:
-        found += (strided_tensor(Float32, 4),)
-    return found
+        found["term_scale"] = Float32(1.0)
+    if is_backward and problem.has_intervals:
+        found["bounds"] = strided_tensor(Int32, 4)
+    if is_backward and problem.has_alibi and not problem.constant_slopes:
+        found["dslopes"] = strided_tensor(Float32, 3)
+    if is_backward and problem.has_bias and not problem.constant_bias:
+        found["dbias"] = strided_tensor(Float32, 4)
+    return ModifierTensors(**found)

@@ -16,10 +16,11 @@ from ...problem import V_KEYS, AttentionInputs, AttentionProblem, Descales
 from ...problem.outputs import empty_as
 from ...quantization import codec, rotation
 from ...quantization.codec import SCALE_BLOCK
+from ..arguments import KeysLastArguments, QuantizeArguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config.arch import arch_of
-from .arguments import KeysLastArguments, QuantizeArguments, aligned, element_type, fake_tensor
+from .arguments import aligned, element_type, fake_integers, fake_tensor, traced
 
 MAX_HEAD_DIM = 256
 MAX_GRID = 65535  # CUDA limits the second and third dimension of a grid
@@ -253,7 +254,6 @@ def _with_threads(kernel: Kernel | LayoutKernel) -> Kernel | LayoutKernel:
 def trace(kernel: Kernel | LayoutKernel) -> tuple:
     """The kernel and stand-ins for its arguments, for `compile`."""
     from cutlass import Float8E4M3FN, Float32, Int32
-    from cutlass.cute.runtime import make_fake_stream
 
     from ..device.memory_bound.quantize import Quantize
     from ..device.memory_bound.quantize_values import KeysLast
@@ -262,10 +262,6 @@ def trace(kernel: Kernel | LayoutKernel) -> tuple:
     num_threads = kernel.num_threads
     assert num_threads is not None
     batch = () if kernel.is_packed else (None,)
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-
-    def lengths(is_given: bool):
-        return fake_tensor(Int32, None, align_bytes=4) if is_given else None
 
     def columns(head_dim: int):
         return fake_tensor(Float8E4M3FN, *batch, None, head_dim, None, align_bytes=16)
@@ -275,8 +271,9 @@ def trace(kernel: Kernel | LayoutKernel) -> tuple:
 
     head_dim_v = kernel.head_dim_v
     if isinstance(kernel, LayoutKernel):
-        layout = KeysLastArguments(rows(Float8E4M3FN, head_dim_v), columns(head_dim_v), lengths(kernel.is_packed))
-        return KeysLast(head_dim_v, num_threads), (*layout, stream)
+        lengths = fake_integers(kernel.is_packed)
+        layout = KeysLastArguments(rows(Float8E4M3FN, head_dim_v), columns(head_dim_v), lengths)
+        return traced(KeysLast(head_dim_v, num_threads), layout)
 
     def mean(head_dim: int, is_given: bool):
         return fake_tensor(Float32, None, None, head_dim, align_bytes=16) if is_given else None
@@ -298,8 +295,8 @@ def trace(kernel: Kernel | LayoutKernel) -> tuple:
         k_mean=mean(head_dim, kernel.has_k_mean),
         v_mean=mean(head_dim_v, kernel.has_v_mean),
         signs=tuple(Int32(0) for _ in sign_words(head_dim, 0)) if kernel.rotates else None,
-        cu_seqlens_q=lengths(kernel.is_packed),
-        cu_seqlens_k=lengths(kernel.is_packed),
-        seqused_k=lengths(kernel.has_seqused),
+        cu_seqlens_q=fake_integers(kernel.is_packed),
+        cu_seqlens_k=fake_integers(kernel.is_packed),
+        seqused_k=fake_integers(kernel.has_seqused),
     )
-    return Quantize(dtype, head_dim, head_dim_v, num_threads, kernel.keys_last), (*arguments, stream)
+    return traced(Quantize(dtype, head_dim, head_dim_v, num_threads, kernel.keys_last), arguments)

@@ -11,19 +11,21 @@ from torch import Tensor
 
 from ...geometry.integers import ceil_div
 from ...problem import AttentionProblem
+from ..arguments import ModifierTensors, QueryBoundsArguments
 from ..compiler.compile import CompileRequest
 from ..config import BackwardConfigSm80, BackwardConfigSm90
-from .arguments import QueryBoundsArguments, fake_tensor, strided_tensor
+from .arguments import fake_integers, fake_tensor, strided_tensor, traced
 
 BackwardConfig = BackwardConfigSm80 | BackwardConfigSm90
-FIELDS = {"ranges": 4, "positions": 2, "starts": 1}  # of the device's `ModifierTensors`, with their dimensions
+FIELDS = {"ranges": 4, "positions": 2, "starts": 1}  # of `ModifierTensors`, with their dimensions
 
 
 class Kernel(NamedTuple):
     """The key of a kernel: everything that its code depends on.
 
     Attributes:
-        visits_all, fields: as `QueryBounds` in device/memory_bound/query_bounds.py has them.
+        visits_all: as `QueryBounds` in device/memory_bound/query_bounds.py has it.
+        fields: those of `ModifierTensors` that a problem has.
     """
 
     tile_m: int
@@ -66,14 +68,14 @@ def kernel_of(problem: AttentionProblem, config: BackwardConfig) -> Kernel:
 
 
 def interval_fields(problem: AttentionProblem) -> tuple[str, ...]:
-    """The first fields of the device's `ModifierTensors`, as far as the problem has them."""
+    """The `FIELDS` of `ModifierTensors` that the problem has."""
     has = problem.has_key_ranges, problem.has_q_positions, problem.has_seqstart_k
     return tuple(name for name, is_given in zip(FIELDS, has, strict=True) if is_given)
 
 
-def sizes_of(problem: AttentionProblem, config: BackwardConfig, given: dict[str, Tensor]) -> Sizes:
-    """The sizes of the bounds of a call. Args: given: the tensors of `interval_fields`."""
-    ranges, positions = given.get("ranges"), given.get("positions")
+def sizes_of(problem: AttentionProblem, config: BackwardConfig, given: ModifierTensors) -> Sizes:
+    """The sizes of the bounds of a call."""
+    ranges, positions = given.ranges, given.positions
     # what is broadcast has a stride of 0
     by_head = ranges is not None and ranges.stride(2) != 0
     by_entry = (
@@ -97,7 +99,7 @@ def launch(
     kernel: Callable,
     problem: AttentionProblem,
     config: BackwardConfig,
-    modifiers: tuple,
+    given: ModifierTensors,
     window: tuple[int | None, int | None],
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
@@ -108,20 +110,20 @@ def launch(
     Tile n of a packed sequence has the number cu_seqlens_k[i] // tile_n + i + n.
 
     Args:
-        modifiers: what `modifiers.arguments_of` returns. window: of `window_bounds`.
+        given: what `modifiers.arguments_of` returns. window: of `window_bounds`.
     """
-    fields = interval_fields(problem)
-    modifiers = modifiers[: len(fields)]
-    sizes = sizes_of(problem, config, dict(zip(fields, modifiers, strict=True)))
+    intervals = ModifierTensors(given.ranges, given.positions, given.starts)
+    sizes = sizes_of(problem, config, intervals)
+    given_first = next(t for t in intervals if t is not None)
     extremes, bounds = (
-        modifiers[0].new_empty((sizes.entries, sizes.heads, count, 4), dtype=torch.int32)
+        given_first.new_empty((sizes.entries, sizes.heads, count, 4), dtype=torch.int32)
         for count in (sizes.blocks, sizes.tiles)
     )
     kernel(
         *QueryBoundsArguments(
             extremes,
             bounds,
-            modifiers,
+            intervals,
             seqlen_q=problem.seqlen_q,
             seqlen_k=problem.seqlen_k,
             group=sizes.group,
@@ -148,26 +150,21 @@ def compile_requests(problem: AttentionProblem, config: BackwardConfig, arch: st
 def trace(kernel: Kernel) -> tuple:
     """The kernel and stand-ins for its arguments, for `compile`."""
     from cutlass import Int32
-    from cutlass.cute.runtime import make_fake_stream
 
     from ..device.memory_bound.query_bounds import QueryBounds
-
-    def vector():
-        return fake_tensor(Int32, None, align_bytes=4)
 
     extremes, bounds = (fake_tensor(Int32, None, None, None, 4, align_bytes=16) for _ in range(2))
     arguments = QueryBoundsArguments(
         extremes,
         bounds,
-        tuple(strided_tensor(Int32, FIELDS[name]) for name in kernel.fields),
+        ModifierTensors(**{name: strided_tensor(Int32, FIELDS[name]) for name in kernel.fields}),
         seqlen_q=Int32(1),
         seqlen_k=Int32(1),
         group=Int32(1),
-        cu_seqlens_q=vector() if kernel.is_packed else None,
-        cu_seqlens_k=vector() if kernel.is_packed else None,
-        seqused_k=vector() if kernel.has_seqused_k else None,
+        cu_seqlens_q=fake_integers(kernel.is_packed),
+        cu_seqlens_k=fake_integers(kernel.is_packed),
+        seqused_k=fake_integers(kernel.has_seqused_k),
         window_left=Int32(0) if kernel.has_window_left else None,
         window_right=Int32(0) if kernel.has_window_right else None,
     )
-    code = QueryBounds(kernel.tile_m, kernel.tile_n, kernel.is_packed, kernel.visits_all, kernel.fields)
-    return code, (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))
+    return traced(QueryBounds(kernel.tile_m, kernel.tile_n, kernel.is_packed, kernel.visits_all), arguments)

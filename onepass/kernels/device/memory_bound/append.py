@@ -14,8 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32
 
 from ....geometry.integers import maximum, minimum, select
+from ...arguments import AppendArguments
 from ..blocks.memory.e4m3 import pack_two
 from ..blocks.memory.ptx import quotient
+from ..entry import takes
 
 NUM_THREADS = 128
 NUM_TENSORS = 3
@@ -37,74 +39,37 @@ class Append:
         self.interleaved, self.vector_bytes = interleaved, vector_bytes
         self.is_e4m3, self.descales_by_page = is_e4m3, descales_by_page
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor | None,  # (batch, seqlen_q, num_heads_q, head_dim), to be rotated into q_out
-        q_out: cute.Tensor | None,
-        k_new: cute.Tensor | None,  # (batch, seqlen_new, num_heads_kv, head_dim)
-        v_new: cute.Tensor | None,
-        k_cache: cute.Tensor | None,  # (batch, max_seqlen, num_heads_kv, head_dim); in pages (num_pages, page_size, ..)
-        v_cache: cute.Tensor | None,
-        cache_seqlens: cute.Tensor,  # (batch,) int32
-        page_table: cute.Tensor | None,  # (batch, max_pages) int32
-        cos: cute.Tensor | None,  # (positions, rotary_dim / 2)
-        sin: cute.Tensor | None,
-        k_descale: cute.Tensor | None,  # (batch or num_pages, num_heads_kv, blocks) float32, for an e4m3 cache
-        v_descale: cute.Tensor | None,
-        kv_block: Int32 | None,  # keys of a block, without pages
-        seqlen_new: Int32,
-        rows: Int32,  # thread blocks of a batch entry and a tensor
-        num_blocks: Int32,
-        stream: cuda.CUstream,
-    ):
-        descales = k_descale, v_descale, kv_block
-        self.kernel(
-            q, q_out, k_new, v_new, k_cache, v_cache, cache_seqlens, page_table, cos, sin, *descales, seqlen_new, rows
-        ).launch(grid=[num_blocks, 1, NUM_TENSORS], block=[NUM_THREADS, 1, 1], stream=stream)
+    @takes(AppendArguments)
+    def __call__(self, a: AppendArguments, stream: cuda.CUstream):
+        self.kernel(a._replace(num_blocks=None)).launch(
+            grid=[a.num_blocks, 1, NUM_TENSORS], block=[NUM_THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor | None,
-        q_out: cute.Tensor | None,
-        k_new: cute.Tensor | None,
-        v_new: cute.Tensor | None,
-        k_cache: cute.Tensor | None,
-        v_cache: cute.Tensor | None,
-        cache_seqlens: cute.Tensor,
-        page_table: cute.Tensor | None,
-        cos: cute.Tensor | None,
-        sin: cute.Tensor | None,
-        k_descale: cute.Tensor | None,
-        v_descale: cute.Tensor | None,
-        kv_block: Int32 | None,
-        seqlen_new: Int32,
-        rows: Int32,
-    ):
+    def kernel(self, a: AppendArguments):
         number, _, which = cute.arch.block_idx()
-        entry, row = number // rows, number % rows
-        filled = cache_seqlens[entry]
-        if cutlass.const_expr(k_new is not None):
-            descales = k_descale, v_descale
-            page, cache_row, exists = self.locate(k_cache, page_table, entry, filled + row)  # for K and V alike
-            for i, (new, cache) in enumerate(((k_new, k_cache), (v_new, v_cache))):
-                if which == i and row < seqlen_new and exists:
-                    angles = (cos, sin) if i == 0 else (None, None)
+        entry, row = number // a.rows, number % a.rows
+        filled = a.cache_seqlens[entry]
+        if cutlass.const_expr(a.k_new is not None):
+            descales = a.k_descale, a.v_descale
+            page, cache_row, exists = self.locate(a.k_cache, a.page_table, entry, filled + row)  # for K and V alike
+            for i, (new, cache) in enumerate(((a.k_new, a.k_cache), (a.v_new, a.v_cache))):
+                if which == i and row < a.seqlen_new and exists:
+                    angles = (a.cos, a.sin) if i == 0 else (None, None)
                     source, target = new[entry, row, None, None], cache[page, cache_row, None, None]
                     if cutlass.const_expr(self.is_e4m3):
                         descale = descales[i]
                         if cutlass.const_expr(descale is not None):
-                            block = 0 if kv_block is None else (filled + row) // kv_block
+                            block = 0 if a.kv_block is None else (filled + row) // a.kv_block
                             descale = descale[page if self.descales_by_page else entry, None, block]
                         self.round(source, target, *angles, filled + row, descale)
                     else:
                         self.move(source, target, *angles, filled + row)
-        if cutlass.const_expr(q is not None):
-            seqlen_q = q.shape[1]
+        if cutlass.const_expr(a.q is not None):
+            seqlen_q = a.q.shape[1]
             if which == 2 and row < seqlen_q:
-                position = filled + seqlen_new - seqlen_q + row
-                self.move(q[entry, row, None, None], q_out[entry, row, None, None], cos, sin, position)
+                position = filled + a.seqlen_new - seqlen_q + row
+                self.move(a.q[entry, row, None, None], a.q_out[entry, row, None, None], a.cos, a.sin, position)
 
     @cute.jit
     def locate(self, cache: cute.Tensor, page_table: cute.Tensor | None, entry: Int32, position: Int32) -> tuple:

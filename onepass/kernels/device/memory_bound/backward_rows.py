@@ -17,6 +17,7 @@ from cutlass import Float32, Int32
 from ....geometry.integers import select
 from ....geometry.tile_scheduler import LANES, packed_rows
 from ....problem import AttentionProblem
+from ...arguments import PostprocessArguments, PreprocessArguments
 from ...config import ROWS_PER_MMA, ROWS_PER_WARPGROUP, BackwardConfigSm80, BackwardConfigSm90
 from ..blocks.memory import epilogue
 from ..blocks.memory.layouts import as_batch_of_one, at_head, rows_first, rows_first_of_lse
@@ -26,8 +27,10 @@ from ..blocks.memory.warp import broadcast
 from ..blocks.repair import gradients as repair_gradients
 from ..blocks.repair.rows import SourceTensors
 from ..blocks.softmax.mask import Geometry
-from ..blocks.softmax.modifiers import Modifiers, ModifierTensors, make_modifier_tensors, modifier_fields, place_of
+from ..blocks.softmax.modifiers import place_of
 from ..blocks.tiles.packed import Lengths, used_keys
+from ..blocks.tiles.schedule import ScoreArguments
+from ..entry import takes
 
 THREADS = 128
 
@@ -96,19 +99,9 @@ class RowsKernel:
 class Preprocess(RowsKernel):
     """stats = (-lse * log2(e), -delta = dlse - rowsum(dout * out)) of every row, and zeros where sums begin."""
 
-    @cute.jit
-    def __call__(
-        self,
-        out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v); packed sequences: all without batch
-        dout: cute.Tensor,
-        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q) float32
-        dlse: cute.Tensor | None,
-        stats: cute.Tensor,  # see dq_sums.Accumulator, as for the next two
-        dq_accum: cute.Tensor | None,  # None: no zeros
-        cu_seqlens_q: cute.Tensor | None,
-        blocks_per_head: Int32,
-        stream: cuda.CUstream,
-    ):
+    @takes(PreprocessArguments)
+    def __call__(self, a: PreprocessArguments, stream: cuda.CUstream):
+        out, dout, lse, dlse = a[:4]
         if cutlass.const_expr(self.is_packed):
             out, dout, lse = (as_batch_of_one(t) for t in (out, dout, lse))
             dlse = None if cutlass.const_expr(dlse is None) else as_batch_of_one(dlse)
@@ -118,10 +111,10 @@ class Preprocess(RowsKernel):
             rows_first(dout),
             rows_first_of_lse(lse),
             None if cutlass.const_expr(dlse is None) else rows_first_of_lse(dlse),
-            stats,
-            dq_accum,
-            cu_seqlens_q,
-        ).launch(grid=[blocks_per_head, num_heads, batch], block=[THREADS, 1, 1], stream=stream)
+            a.stats,
+            a.dq_accum,
+            a.cu_seqlens_q,
+        ).launch(grid=[a.blocks_per_head, num_heads, batch], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -164,11 +157,7 @@ class Recomputation(NamedTuple):
 
     sources: SourceTensors
     stats: cute.Tensor  # see dq_sums.Accumulator
-    scale_log2: Float32
-    tanh_scale: Float32 | None
-    window_left: Int32 | None
-    window_right: Int32 | None
-    modifiers: ModifierTensors | None
+    scores: ScoreArguments
 
 
 class Postprocess(RowsKernel):
@@ -177,52 +166,22 @@ class Postprocess(RowsKernel):
     def __init__(self, problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80):
         super().__init__(problem, config)
         self.group = problem.qhead_per_kvhead
-        self.modifier_fields = modifier_fields(problem, True)
 
-    @cute.jit
-    def __call__(
-        self,
-        dq_accum: cute.Tensor,
-        dq: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim)
-        cu_seqlens_q: cute.Tensor | None,
-        softmax_scale: Float32,
-        blocks_per_head: Int32,
-        # the rest are the arguments of BackwardSm90, or None for a problem that hides no pairs
-        q: cute.Tensor | None,
-        k: cute.Tensor | None,
-        v: cute.Tensor | None,
-        dout: cute.Tensor | None,
-        stats: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        scale_log2: Float32 | None,
-        tanh_scale: Float32 | None,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        modifiers: tuple | None,
-        stream: cuda.CUstream,
-    ):
+    @takes(PostprocessArguments)
+    def __call__(self, a: PostprocessArguments, stream: cuda.CUstream):
+        dq, again = a.dq, None
         if cutlass.const_expr(self.is_packed):
             dq = as_batch_of_one(dq)
-        again = None
-        if cutlass.const_expr(q is not None):
-            sources = (q, k, v, dout)
+        if cutlass.const_expr(a.q is not None):
+            sources = (a.q, a.k, a.v, a.dout)
             if cutlass.const_expr(self.is_packed):
                 sources = tuple(as_batch_of_one(t) for t in sources)
-            again = Recomputation(
-                SourceTensors(*(rows_first(t) for t in sources)),
-                stats,
-                scale_log2,
-                tanh_scale,
-                window_left,
-                window_right,
-                make_modifier_tensors(self.modifier_fields, modifiers),
-            )
+            again = Recomputation(SourceTensors(*(rows_first(t) for t in sources)), a.stats, ScoreArguments.of(a))
         batch, _, num_heads, _ = dq.shape
         num_row_blocks = self.tile_m // self.row_block_size
-        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
-        self.kernel(dq_accum, rows_first(dq), lengths, softmax_scale, again).launch(
-            grid=[blocks_per_head * num_row_blocks, num_heads, batch],
+        lengths = Lengths(a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k)
+        self.kernel(a.dq_accum, rows_first(dq), lengths, a.softmax_scale, again).launch(
+            grid=[a.blocks_per_head * num_row_blocks, num_heads, batch],
             block=[self.row_block_warps * LANES, 1, 1],
             stream=stream,
         )
@@ -308,19 +267,17 @@ class Postprocess(RowsKernel):
             batch = cute.size(lengths.cu_seqlens_k) - 1
             origin_k, rows_k = packed_rows(sequence, lengths.cu_seqlens_k, batch, rows_k)
         seqlen_k = used_keys(lengths, sequence, rows_k)
-        geometry = Geometry(seqlen_q, seqlen_k, again.window_left, again.window_right)
+        geometry = Geometry(seqlen_q, seqlen_k, again.scores.window_left, again.scores.window_right)
         mQ, mdO, dq = (at_head(t, t, head, origin_q, packed) for t in (sources.q, sources.dout, mdQ))
         mK, mV = (at_head(t, t, head // self.group, origin_k, packed) for t in (sources.k, sources.v))
         first_block = number - block_rows.position // self.tile_m
-        rows = (mQ, mdO, mK, mV, cute.domain_offset((first_block, 0), again.stats))
-        modifiers, place = None, None
-        if cutlass.const_expr(again.modifiers is not None):
-            window = again.window_left, again.window_right
-            modifiers = Modifiers(again.modifiers, window)
+        rows = SourceTensors(mQ, mK, mV, mdO), cute.domain_offset((first_block, 0), again.stats)
+        modifiers, place = again.scores.modifiers(), None
+        if cutlass.const_expr(modifiers is not None):
             place = place_of(head, origin_q, sequence, geometry, packed)
         for i in cutlass.range(16, unroll=1):
             if repair_gradients.has_nan(ballots, i):
                 query = block_rows.position + first_row + i
-                scales = (again.scale_log2, again.tanh_scale, softmax_scale)
+                scales = (again.scores.scales, softmax_scale)
                 more = (self.vector_bytes, modifiers, place)
                 repair_gradients.recompute_dq(dq, query, *rows, geometry, *scales, *more)

@@ -27,9 +27,11 @@ from cutlass.memory import SmemAllocator
 from ....geometry.integers import ceil_div, maximum, minimum
 from ....geometry.tile_scheduler import LANES
 from ....quantization.codec import SCALE_BLOCK
+from ...arguments import Float32HalvesArguments
 from ...config import head_dim_tile
 from ..blocks.memory.layouts import as_batch_of_one
 from ..blocks.memory.ptx import bits, pack_pair, unpack_pair
+from ..entry import takes
 from .quantize_block import larger_magnitude, largest_of_block, row_block
 
 VECTOR = 4  # float32 values of a load
@@ -59,23 +61,15 @@ class Float32Halves:
         self.rows_at_once = self.num_threads // self.lanes
         self.passes = ceil_div(SCALE_BLOCK, self.rows_at_once)
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,  # (batch, seqlen, num_heads, head_dim); packed sequences: without batch
-        target: cute.Tensor,  # float16, (batch, seqlen, num_heads, 2 * columns): the high halves, then the low ones
-        scale: cute.Tensor,  # (batch, num_heads, blocks) float32; packed sequences: without batch
-        cu_seqlens: cute.Tensor | None,  # (batch + 1,) int32
-        seqused: cute.Tensor | None,  # (batch,) int32: later rows are not read, and become 0
-        num_blocks: Int32,
-        stream: cuda.CUstream,
-    ):
-        if cutlass.const_expr(cu_seqlens is not None):
-            x, target, scale = (as_batch_of_one(t) for t in (x, target, scale))
-        batch, _, num_heads, _ = x.shape
-        self.kernel(x, target, scale, cu_seqlens, seqused, num_blocks).launch(
+    @takes(Float32HalvesArguments)
+    def __call__(self, a: Float32HalvesArguments, stream: cuda.CUstream):
+        if cutlass.const_expr(a.cu_seqlens is not None):
+            x, target, scale = (as_batch_of_one(t) for t in (a.x, a.target, a.scale))
+            a = a._replace(x=x, target=target, scale=scale)
+        batch, _, num_heads, _ = a.x.shape
+        self.kernel(*a).launch(
             # in one dimension, because the others end at 65535
-            grid=[num_heads * num_blocks * batch, 1, 1],
+            grid=[num_heads * a.num_blocks * batch, 1, 1],
             block=[self.num_threads, 1, 1],
             stream=stream,
         )

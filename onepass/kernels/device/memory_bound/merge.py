@@ -22,9 +22,11 @@ from cutlass.memory import SmemAllocator
 
 from ....geometry.integers import ceil_div, minimum
 from ....geometry.tile_scheduler import LANES
+from ...arguments import MergeArguments
 from ..blocks.memory import warp
 from ..blocks.softmax.online import LN2
 from ..blocks.softmax.sinks import Sinks, weight_of_sink
+from ..entry import takes
 
 WARPS = 2  # warps of a thread block, if each has a row
 AT_A_TIME = 8  # divides the lanes of a warp
@@ -46,21 +48,11 @@ class Merge:
         self.row_warps, self.is_early = row_warps, is_early
         self.block_warps = WARPS if row_warps == 1 else row_warps
 
-    @cute.jit
-    def __call__(
-        self,
-        partial_out: cute.Tensor,  # (splits, batch, seqlen_q, num_heads, head_dim_v)
-        partial_lse: cute.Tensor,  # (splits, batch, num_heads, seqlen_q) float32
-        out: cute.Tensor,  # (batch, seqlen_q, num_heads, head_dim_v)
-        lse: cute.Tensor,  # (batch, num_heads, seqlen_q) float32
-        sinks: cute.Tensor | None,  # (num_heads,) float32: in none of the partials
-        cu_seqlens_q: cute.Tensor | None,  # with sinks of packed queries, which are a batch of one
-        num_blocks: Int32,
-        stream: cuda.CUstream,
-    ):
-        row_sinks = None if cutlass.const_expr(sinks is None) else Sinks(sinks, cu_seqlens_q)
-        self.kernel(partial_out, partial_lse, out, lse, row_sinks).launch(
-            grid=[num_blocks, 1, 1], block=[self.block_warps * LANES, 1, 1], stream=stream, use_pdl=self.is_early
+    @takes(MergeArguments)
+    def __call__(self, a: MergeArguments, stream: cuda.CUstream):
+        sinks = None if cutlass.const_expr(a.sinks is None) else Sinks(a.sinks, a.cu_seqlens_q)
+        self.kernel(a.partial_out, a.partial_lse, a.out, a.lse, sinks).launch(
+            grid=[a.num_blocks, 1, 1], block=[self.block_warps * LANES, 1, 1], stream=stream, use_pdl=self.is_early
         )
 
     @cute.kernel

@@ -15,7 +15,9 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ....geometry.tile_scheduler import LANES
+from ...arguments import QuantizeArguments
 from ..blocks.memory.layouts import as_batch_of_one
+from ..entry import takes
 from .quantize_block import Tile
 from .quantize_rows import QuantizeRows
 from .quantize_values import QuantizeValues
@@ -61,62 +63,20 @@ class Quantize:
         self.rows = QuantizeRows(dtype, head_dim, num_threads)
         self.values = (QuantizeValues if keys_last else QuantizeRows)(dtype, head_dim_v, num_threads)
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
-        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
-        q_target: cute.Tensor,  # e4m3, the shape of q
-        k_target: cute.Tensor,  # e4m3, the shape of k
-        v_target: cute.Tensor,  # e4m3, the shape of v, or (batch, num_heads_kv, head_dim_v, 64 * blocks)
-        q_descale: cute.Tensor,  # (batch, num_heads_q, blocks) float32
-        k_descale: cute.Tensor,  # (batch, num_heads_kv, blocks) float32
-        v_descale: cute.Tensor,  # (batch, num_heads_kv, blocks) float32
-        k_mean: cute.Tensor | None,  # (sequences, num_heads_kv, head_dim) float32: subtracted after rotation
-        v_mean: cute.Tensor | None,  # (sequences, num_heads_kv, head_dim_v) float32: subtracted
-        signs: tuple | None,  # to rotate q and k: Int32, a bit for each column, 1 to flip its sign
-        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
-        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
-        seqused_k: cute.Tensor | None,  # (batch,) int32: later keys are not read, and become 0
-        stream: cuda.CUstream,
-    ):
-        has_mean, is_packed = k_mean is not None or v_mean is not None, cu_seqlens_k is not None
+    @takes(QuantizeArguments)
+    def __call__(self, a: QuantizeArguments, stream: cuda.CUstream):
+        has_mean, is_packed = a.k_mean is not None or a.v_mean is not None, a.cu_seqlens_k is not None
         longest = max(self.rows.head_dim, self.values.head_dim)
-        options = cutlass.const_expr((has_mean, is_packed, seqused_k is not None))
+        options = cutlass.const_expr((has_mean, is_packed, a.seqused_k is not None))
         for_no_sequence = 0  # blocks of rows that belong to no sequence
-        if cutlass.const_expr(cu_seqlens_q is not None):
-            q, k, v, q_target, k_target, v_target = (
-                as_batch_of_one(t) for t in (q, k, v, q_target, k_target, v_target)
-            )
-            q_descale, k_descale, v_descale = (as_batch_of_one(t) for t in (q_descale, k_descale, v_descale))
+        if cutlass.const_expr(a.cu_seqlens_q is not None):
+            a = QuantizeArguments(*(as_batch_of_one(t) for t in a[:9]), *a[9:])
             for_no_sequence = 1
-        q_tiles, q_count = self.tiles(q_descale, for_no_sequence)
-        k_tiles, k_count = self.tiles(k_descale, for_no_sequence)
+        q_tiles, q_count = self.tiles(a.q_descale, for_no_sequence)
+        k_tiles, k_count = self.tiles(a.k_descale, for_no_sequence)
         # where keys come last, whole blocks are written, and rows that belong to no sequence have none
-        v_tiles, v_count = self.tiles(v_descale, 0 if self.keys_last else for_no_sequence)
-        self.kernel(
-            q,
-            k,
-            v,
-            q_target,
-            k_target,
-            v_target,
-            q_descale,
-            k_descale,
-            v_descale,
-            k_mean,
-            v_mean,
-            signs,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            q_tiles,
-            k_tiles,
-            v_tiles,
-            q_count,
-            q_count + k_count,
-        ).launch(
+        v_tiles, v_count = self.tiles(a.v_descale, 0 if self.keys_last else for_no_sequence)
+        self.kernel(a, q_tiles, k_tiles, v_tiles, q_count, q_count + k_count).launch(
             grid=[q_count + k_count + v_count, 1, 1],
             block=[self.num_threads, 1, 1],
             min_blocks_per_mp=threads_of_sm(longest, self.rows.is_one_block, *options) // self.num_threads,
@@ -132,27 +92,7 @@ class Quantize:
 
     @cute.kernel
     def kernel(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        q_target: cute.Tensor,
-        k_target: cute.Tensor,
-        v_target: cute.Tensor,
-        q_descale: cute.Tensor,
-        k_descale: cute.Tensor,
-        v_descale: cute.Tensor,
-        k_mean: cute.Tensor | None,
-        v_mean: cute.Tensor | None,
-        signs: tuple | None,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        q_tiles: Tiles,
-        k_tiles: Tiles,
-        v_tiles: Tiles,
-        k_begins: Int32,
-        v_begins: Int32,
+        self, a: QuantizeArguments, q_tiles: Tiles, k_tiles: Tiles, v_tiles: Tiles, k_begins: Int32, v_begins: Int32
     ):
         smem, number = SmemAllocator(), cute.arch.block_idx()[0]
         num_warps = self.num_threads // LANES
@@ -160,19 +100,19 @@ class Quantize:
         columns = None
         if cutlass.const_expr(self.keys_last):
             columns = smem.allocate_tensor(Int32, cute.make_layout((self.values.shared_words,)), 16)
+        lengths = a.cu_seqlens_k, a.seqused_k
         if number < k_begins:
             tile = tile_of(number, q_tiles)
-            self.rows.quantize(q, q_target, q_descale, None, signs, cu_seqlens_q, None, shared, tile)
+            self.rows.quantize(a.q, a.q_target, a.q_descale, None, a.signs, a.cu_seqlens_q, None, shared, tile)
         elif number < v_begins:
             tile = tile_of(number - k_begins, k_tiles)
-            self.rows.quantize(k, k_target, k_descale, k_mean, signs, cu_seqlens_k, seqused_k, shared, tile)
+            self.rows.quantize(a.k, a.k_target, a.k_descale, a.k_mean, a.signs, *lengths, shared, tile)
         else:
             tile = tile_of(number - v_begins, v_tiles)
-            lengths = cu_seqlens_k, seqused_k
             if cutlass.const_expr(self.keys_last):
-                self.values.quantize(v, v_target, v_descale, v_mean, *lengths, columns, shared, tile)
+                self.values.quantize(a.v, a.v_target, a.v_descale, a.v_mean, *lengths, columns, shared, tile)
             else:
-                self.values.quantize(v, v_target, v_descale, v_mean, None, *lengths, shared, tile)
+                self.values.quantize(a.v, a.v_target, a.v_descale, a.v_mean, None, *lengths, shared, tile)
 
 
 def tile_of(number: Int32, tiles: Tiles) -> Tile:

@@ -20,9 +20,11 @@ from cutlass.memory import SmemAllocator
 from ....geometry.integers import ceil_div, select
 from ....geometry.tile_scheduler import LANES
 from ....quantization.codec import SCALE_BLOCK
+from ...arguments import KeysLastArguments
 from ..blocks.memory.clear import KEY_RUN
 from ..blocks.memory.layouts import as_batch_of_one
 from ..blocks.memory.ptx import transpose_bytes, unpack_pair
+from ..entry import takes
 from .quantize_block import RowBlock, Tile, largest_of_block, mean_of, round_four, row_block, scale_and_inverse
 
 GROUP = 64  # columns that a warp loads at once
@@ -195,24 +197,18 @@ class KeysLast:
     def __init__(self, head_dim: int, num_threads: int):
         self.values = QuantizeValues(Float8E4M3FN, head_dim, num_threads)
 
-    @cute.jit
-    def __call__(
-        self,
-        v: cute.Tensor,  # these three are those of `QuantizeValues.quantize`, but packed sequences have no batch
-        target: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        stream: cuda.CUstream,
-    ):
-        if cutlass.const_expr(cu_seqlens is not None):
-            v, target = as_batch_of_one(v), as_batch_of_one(target)
-        batch, num_heads, _, num_keys = target.shape
-        self.kernel(v, target, cu_seqlens).launch(
+    @takes(KeysLastArguments)
+    def __call__(self, a: KeysLastArguments, stream: cuda.CUstream):
+        if cutlass.const_expr(a.cu_seqlens is not None):
+            a = a._replace(v=as_batch_of_one(a.v), target=as_batch_of_one(a.target))
+        batch, num_heads, _, num_keys = a.target.shape
+        self.kernel(a).launch(
             grid=[num_heads, num_keys // SCALE_BLOCK, batch], block=[self.values.num_threads, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, v: cute.Tensor, target: cute.Tensor, cu_seqlens: cute.Tensor | None):
+    def kernel(self, a: KeysLastArguments):
         layout = cute.make_layout((self.values.shared_words,))
         columns_shared = SmemAllocator().allocate_tensor(Int32, layout, 16)
         tile = Tile(*cute.arch.block_idx())
-        self.values.quantize(v, target, None, None, cu_seqlens, None, columns_shared, None, tile)
+        self.values.quantize(a.v, a.target, None, None, a.cu_seqlens, None, columns_shared, None, tile)

@@ -21,8 +21,10 @@ from cutlass import Boolean, Int32
 
 from ....geometry.integers import ceil_div, maximum, minimum, select
 from ....geometry.tile_scheduler import LANES, packed_rows
-from ..blocks.softmax.modifiers import Modifiers, ModifierTensors, Place, make_modifier_tensors
+from ...arguments import ModifierTensors, QueryBoundsArguments
+from ..blocks.softmax.modifiers import Modifiers, Place
 from ..blocks.tiles.packed import Lengths, used_keys
+from ..entry import takes
 from .backward_rows import sequence_of_block
 
 WARPS = 4  # warps of a thread block, each with a block of queries or a tile of keys of its own
@@ -46,39 +48,22 @@ class QueryBounds:
 
     Args:
         visits_all: tiles add to dQ in turns. Each tile with keys visits every block then, so that turns can be counted.
-        fields: the names of the `ModifierTensors` that there are.
     """
 
-    def __init__(self, tile_m: int, tile_n: int, is_packed: bool, visits_all: bool, fields: tuple[str, ...]):
+    def __init__(self, tile_m: int, tile_n: int, is_packed: bool, visits_all: bool):
         self.tile_m, self.tile_n = tile_m, tile_n
         self.is_packed, self.visits_all = is_packed, visits_all
-        self.fields = fields
 
-    @cute.jit
-    def __call__(
-        self,
-        extremes: cute.Tensor,  # (entries, heads, blocks, 4) int32, for what the first launch leaves to the second one
-        bounds: cute.Tensor,  # (entries, heads, tiles, 4) int32: `QueryBlocks`
-        modifiers: tuple,  # those of self.fields
-        seqlen_q: Int32,  # rows of q and of k, those of all packed sequences together
-        seqlen_k: Int32,
-        group: Int32,  # query heads that share bounds
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        stream: cuda.CUstream,
-    ):
-        entries, heads, num_blocks, _ = extremes.shape
-        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
-        seqlens, threads = (seqlen_q, seqlen_k), [WARPS * LANES, 1, 1]
-        tensors, window = make_modifier_tensors(self.fields, modifiers), (window_left, window_right)
-        self.extremes_of_blocks(extremes, tensors, window, lengths, seqlens, group).launch(
+    @takes(QueryBoundsArguments)
+    def __call__(self, a: QueryBoundsArguments, stream: cuda.CUstream):
+        entries, heads, num_blocks, _ = a.extremes.shape
+        lengths = Lengths(a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k)
+        seqlens, threads, window = (a.seqlen_q, a.seqlen_k), [WARPS * LANES, 1, 1], (a.window_left, a.window_right)
+        self.extremes_of_blocks(a.extremes, a.modifiers, window, lengths, seqlens, a.group).launch(
             grid=[ceil_div(num_blocks, WARPS), heads, entries], block=threads, stream=stream
         )
-        self.bounds_of_tiles(extremes, bounds, lengths, seqlens).launch(
-            grid=[ceil_div(bounds.shape[2], WARPS), heads, entries], block=threads, stream=stream
+        self.bounds_of_tiles(a.extremes, a.bounds, lengths, seqlens).launch(
+            grid=[ceil_div(a.bounds.shape[2], WARPS), heads, entries], block=threads, stream=stream
         )
 
     @cute.kernel

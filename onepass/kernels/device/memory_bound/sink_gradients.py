@@ -12,7 +12,9 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ....geometry.tile_scheduler import LANES
+from ...arguments import SinkGradientsArguments
 from ..blocks.memory.row_stats import LOG2_E
+from ..entry import takes
 
 THREADS = 512
 
@@ -23,17 +25,11 @@ class SinkGradients:
     def __init__(self, tile_m: int):
         self.tile_m = tile_m
 
-    @cute.jit
-    def __call__(
-        self,
-        stats: cute.Tensor,  # (blocks, 2 * tile_m) float32, as of Accumulator
-        sinks: cute.Tensor,  # (num_heads,) float32, as dsinks
-        dsinks: cute.Tensor,
-        blocks_per_head: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(stats, sinks, dsinks, cute.FastDivmodDivisorV2(blocks_per_head), blocks_per_head).launch(
-            grid=[sinks.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream
+    @takes(SinkGradientsArguments)
+    def __call__(self, a: SinkGradientsArguments, stream: cuda.CUstream):
+        divisor = cute.FastDivmodDivisorV2(a.blocks_per_head)
+        self.kernel(a.stats, a.sinks, a.dsinks, divisor, a.blocks_per_head).launch(
+            grid=[a.sinks.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel

@@ -19,7 +19,19 @@ from .....geometry.tile_scheduler import LANES
 from ..memory.row_stats import stats_of_row
 from ..softmax.mask import Geometry
 from ..softmax.modifiers import Modifiers, PairsOfKey, PairsOfQuery, Place
-from .rows import HIDDEN, VECTOR_BYTES, add_rows, dot, is_lost, row_sums, soft_cap, sum_of_products, write_row
+from ..softmax.online import Scores
+from .rows import (
+    HIDDEN,
+    VECTOR_BYTES,
+    SourceTensors,
+    add_rows,
+    dot,
+    is_lost,
+    row_sums,
+    soft_cap,
+    sum_of_products,
+    write_row,
+)
 
 
 @cute.jit
@@ -61,8 +73,7 @@ def _gradient_of_score(
     v: cute.Tensor,
     minus_lse: Float32,
     minus_delta: Float32,
-    scale_log2: Float32,
-    tanh_scale: Float32 | None,
+    scores: Scores,
     wants_p: cutlass.Constexpr[bool],
     vector_bytes: cutlass.Constexpr[int],
     pairs: PairsOfQuery | PairsOfKey | None = None,
@@ -78,12 +89,12 @@ def _gradient_of_score(
     Returns: with pairs, HIDDEN for a pair that they hide.
     """
     score = dot(q, k, vector_bytes)
-    if cutlass.const_expr(tanh_scale is not None):
-        score = soft_cap(score, tanh_scale, q.element_type)
+    if cutlass.const_expr(scores.tanh_scale is not None):
+        score = soft_cap(score, scores.tanh_scale, q.element_type)
     full_score = score
     if cutlass.const_expr(pairs is not None):
         full_score = pairs.score(score, other)
-    p = cute.math.exp2(full_score * scale_log2 + minus_lse, fastmath=True)
+    p = cute.math.exp2(full_score * scores.scale_log2 + minus_lse, fastmath=True)
     result = p
     if cutlass.const_expr(wants_p):
         if cutlass.const_expr(pairs is not None):
@@ -94,7 +105,7 @@ def _gradient_of_score(
         if cutlass.const_expr(pairs is not None):
             dp = dp * pairs.keep_factor(other)
         result = p * (dp + minus_delta)
-        if cutlass.const_expr(tanh_scale is not None):
+        if cutlass.const_expr(scores.tanh_scale is not None):
             result *= 1.0 - score * score
     if cutlass.const_expr(pairs is not None):
         result = Float32(HIDDEN) if full_score == -Float32.inf else result
@@ -109,26 +120,25 @@ def add_queries(
     mQ: cute.Tensor,  # (seqlen_q, head_dim)
     mdO: cute.Tensor,  # (seqlen_q, head_dim_v)
     stats: cute.Tensor,  # from the sequence's first block of queries on
-    low: Int32,
-    high: Int32,
-    scale_log2: Float32,
-    tanh_scale: Float32 | None,
+    queries: tuple,
+    scores: Scores,
     is_v: cutlass.Constexpr[bool],
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
     pairs: PairsOfKey | None = None,
 ):
-    """acc (from `row_sums`) += what the queries [low, high) of a head add to dk of a key; with is_v, to dv.
+    """acc (from `row_sums`) += what the queries [low, high) = queries of a head add to dk of a key; with is_v, to dv.
 
     A lane has one query of every 32. The last queries come first: under a causal mask they see the most keys, so they
     are the most likely to make the whole row NaN.
     """
+    low, high = queries
     lost = is_lost(acc)
     while low < high and not lost:
         first = maximum(high - LANES, low)
         query = minimum(first + cute.arch.lane_idx(), high - 1)
         q, dout = mQ[query, None], mdO[query, None]
         query_stats = stats_of_row(stats, query)
-        arguments = (q, k, dout, v, *query_stats, scale_log2, tanh_scale, is_v, vector_bytes, pairs, query)
+        arguments = (q, k, dout, v, *query_stats, scores, is_v, vector_bytes, pairs, query)
         weight = _gradient_of_score(*arguments)
         add_rows(acc, weight, mdO if cutlass.const_expr(is_v) else mQ, first, high - first, pairs is not None)
         lost = is_lost(acc)
@@ -139,14 +149,10 @@ def add_queries(
 def recompute_dq(
     dq: cute.Tensor,  # (seqlen_q, head_dim)
     query: Int32,
-    mQ: cute.Tensor,  # (seqlen_q, head_dim)
-    mdO: cute.Tensor,  # (seqlen_q, head_dim_v)
-    mK: cute.Tensor,  # (seqlen_k, head_dim)
-    mV: cute.Tensor,  # (seqlen_k, head_dim_v)
+    sources: SourceTensors,  # (seqlen, dim) each
     stats: cute.Tensor,  # from the sequence's first block of queries on
     geometry: Geometry,
-    scale_log2: Float32,
-    tanh_scale: Float32 | None,
+    scores: Scores,
     softmax_scale: Float32,
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
     modifiers: Modifiers | None = None,
@@ -160,16 +166,16 @@ def recompute_dq(
         low, high = modifiers.interval(place, query)
     else:
         low, high = key_range(query, query + 1, *geometry)
-    q, dout = mQ[query, None], mdO[query, None]
-    minus_lse, minus_delta = stats_of_row(stats, query)
+    q, dout = sources.q[query, None], sources.dout[query, None]
+    query_stats = stats_of_row(stats, query)
     acc = row_sums(dq[query, None])
     lost = Boolean(False)
     while low < high and not lost:
         key = minimum(low + cute.arch.lane_idx(), high - 1)
-        k, v = mK[key, None], mV[key, None]
-        arguments = (q, k, dout, v, minus_lse, minus_delta, scale_log2, tanh_scale, False, vector_bytes, pairs, key)
+        k, v = sources.k[key, None], sources.v[key, None]
+        arguments = (q, k, dout, v, *query_stats, scores, False, vector_bytes, pairs, key)
         weight = _gradient_of_score(*arguments)
-        add_rows(acc, weight, mK, low, minimum(high - low, LANES), pairs is not None)
+        add_rows(acc, weight, sources.k, low, minimum(high - low, LANES), pairs is not None)
         lost = is_lost(acc)
         low += LANES
     write_row(dq[query, None], acc, softmax_scale)

@@ -18,51 +18,11 @@ from cutlass import Boolean, Float32, Int32
 
 from .....geometry.block_range import KeyBlocks
 from .....geometry.integers import ceil_div, maximum, minimum, select
-from .....problem import AttentionProblem
+from ....arguments import ModifierTensors
 from ..memory.layouts import column_offset
 from ..memory.ptx import add_one_to_global, philox, philox_keys
 from ..memory.untraced import Untraced
 from .dropout import KeptPairs, bit, group_of
-
-
-class ModifierTensors(NamedTuple):
-    """The modifiers of a call as a kernel gets them; None at compile time where there is none.
-
-    Rows are queries of a batch entry, or all queries of packed sequences, which have one entry. A tensor that is
-    broadcast over a mode has a stride of 0 there.
-
-    Attributes:
-        ranges: (rows, 2, heads, entries) int32, a range of keys for each query.
-        positions: (rows, entries) int32, where queries stand among their keys.
-        starts: (batch,) int32, the first key of each sequence.
-        slopes: (heads, batch) float32.
-        bias: (rows, keys, heads, entries); with positions, rows are positions.
-        dropout_state: (4,) int32: seed and offset, the low half of each first.
-        keep_bytes: of the 256 values of a random byte, how many keep a pair.
-        keep_scale: what a kept probability is multiplied with.
-        first_head, all_heads: the number of q's first head in the call whose random bits these are, and its heads.
-        term_scale: what brings a term to the unit of scores: scale_log2 of `Scores`, inverted, times log2(e).
-        bounds: (tiles of keys, 4, kv heads, entries) int32, the query blocks of a backward's tiles: `QueryBlocks`. The
-            tiles of packed sequences are numbered one after the other, see launch/modifiers.py.
-        dslopes: (places, heads, batch) float32, what a backward adds gradients of slopes to. Each warp of a tile has a
-            place of its own.
-        dbias: like bias, float32; or (rows, keys, heads, entries) with rows that are queries, see `Modifiers`.
-    """
-
-    ranges: cute.Tensor | None = None
-    positions: cute.Tensor | None = None
-    starts: cute.Tensor | None = None
-    slopes: cute.Tensor | None = None
-    bias: cute.Tensor | None = None
-    dropout_state: cute.Tensor | None = None
-    keep_bytes: Int32 | None = None
-    keep_scale: Float32 | None = None
-    first_head: Int32 | None = None
-    all_heads: Int32 | None = None
-    term_scale: Float32 | None = None
-    bounds: cute.Tensor | None = None
-    dslopes: cute.Tensor | None = None
-    dbias: cute.Tensor | None = None
 
 
 class Place(NamedTuple):
@@ -79,33 +39,6 @@ class Place(NamedTuple):
     entry: Int32
     seqlen_q: Int32
     seqlen_k: Int32
-
-
-def modifier_fields(problem: AttentionProblem, is_backward: bool = False) -> tuple[str, ...]:
-    """The fields of `ModifierTensors` that a problem has, in their order."""
-    drops = problem.dropout_p > 0
-    has = {
-        "ranges": problem.has_key_ranges,
-        "positions": problem.has_q_positions,
-        "starts": problem.has_seqstart_k,
-        "slopes": problem.has_alibi,
-        "bias": problem.has_bias,
-        "dropout_state": drops,
-        "keep_bytes": drops,
-        "keep_scale": drops,
-        "first_head": drops,
-        "all_heads": drops,
-        "term_scale": problem.adds_terms,
-        "bounds": is_backward and problem.has_intervals,
-        "dslopes": is_backward and problem.has_alibi and not problem.constant_slopes,
-        "dbias": is_backward and problem.has_bias and not problem.constant_bias,
-    }
-    return tuple(name for name, is_given in has.items() if is_given)
-
-
-def make_modifier_tensors(names: tuple[str, ...], values: tuple | None) -> ModifierTensors | None:
-    """The tensors of a call from the fields that there are. Args: names: `modifier_fields`."""
-    return None if values is None else ModifierTensors(**dict(zip(names, values, strict=True)))
 
 
 def place_of(head, origin_q, sequence, geometry, is_packed: bool) -> Place:

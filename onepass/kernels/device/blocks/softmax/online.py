@@ -21,7 +21,6 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
 
 from .....geometry.integers import maximum
 from ..memory.ptx import bits
@@ -129,30 +128,22 @@ class OnlineSoftmax(Untraced):
         self._exponentiate(scores)
 
     @cute.jit
-    def update_lazily(
-        self,
-        scores: cute.Tensor,
-        acc_o: cute.Tensor,
-        is_masked: cutlass.Constexpr[bool],
-        is_in_flight: cutlass.Constexpr[bool] = True,
-        acc_step: cute.Tensor | None = None,
-    ):
-        """`update` and `rescale` in one, which few tiles need.
+    def update_lazily(self, scores: cute.Tensor, is_masked: cutlass.Constexpr[bool], acc_o: cute.Tensor | None = None):
+        """`update` as few tiles need it: in the others no row has outgrown its reference.
 
         All rows of a warp take the long way together, but a row follows its maximum only if that has grown: a row's
         result depends on no other row, not even in rounding.
 
-        Args:
-            acc_o: (2, columns).
-            is_in_flight: whether GEMMs still add to acc_o: the long way waits for all wgmma of the warpgroup.
-            acc_step: a sum that is still to be added to acc_o, in the same reference; None: there is none.
+        Args: acc_o: (2, columns), which is rescaled at once; None: GEMMs still add to it, and `rescale_lazily` follows
+        when they have ended. The long way cannot wait for them: all warps of a warpgroup must execute the same wait,
+        and each warp takes the long way by itself.
         """
         may_have_grown = Boolean(False)
         for r in cutlass.range_constexpr(ROWS):
             may_have_grown = may_have_grown or self._may_have_grown(scores, r, is_masked)
+            if cutlass.const_expr(acc_o is None):
+                self.row_scale[r] = Float32(1.0)
         if cute.arch.vote_any_sync(may_have_grown):
-            if cutlass.const_expr(is_in_flight):
-                warpgroup.wait_group(0)
             for r in cutlass.range_constexpr(ROWS):
                 old_max, tile_max = self.row_max[r], self.tile_maximum(scores, r)
                 has_grown = tile_max > self._limit(r)
@@ -160,10 +151,11 @@ class OnlineSoftmax(Untraced):
                 row_scale = cute.math.exp2(old_max * self.scale_log2 - self.reference[r], fastmath=True)
                 row_scale = row_scale if has_grown else Float32(1.0)
                 self.row_sum[r] = self.row_sum[r] * row_scale
-                for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
-                    acc_o[r, c] = acc_o[r, c] * row_scale
-                    if cutlass.const_expr(acc_step is not None):
-                        acc_step[r, c] = acc_step[r, c] * row_scale
+                if cutlass.const_expr(acc_o is None):
+                    self.row_scale[r] = row_scale
+                else:
+                    for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
+                        acc_o[r, c] = acc_o[r, c] * row_scale
         self._exponentiate(scores)
 
     def _limit(self, r: int) -> Float32:
@@ -197,6 +189,12 @@ class OnlineSoftmax(Untraced):
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
                 acc_o[r, c] = acc_o[r, c] * self.row_scale[r]
+
+    @cute.jit
+    def rescale_lazily(self, acc_o: cute.Tensor):
+        """`rescale` after `update_lazily`, by the warps that have a row with a new reference."""
+        if cute.arch.vote_any_sync(self.row_scale[0] != 1.0 or self.row_scale[1] != 1.0):
+            self.rescale(acc_o)
 
 
 @cute.jit

@@ -64,6 +64,7 @@ class KeyTiles:
     heads_together: bool = False  # see BackwardConfigSm90
     cluster_size: int = 1  # thread blocks that take a tile together
     has_intervals: bool = False  # the query blocks of a tile are in `ModifierTensors.bounds`
+    vector_bytes: int = VECTOR_BYTES  # of loads of rows for what is computed again
 
     def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
         """The order of tiles of packed sequences.
@@ -183,7 +184,6 @@ class KeyTiles:
         accumulator: Accumulator,
         scores: Scores,
         is_v: cutlass.Constexpr[bool],
-        vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
         modifiers: Modifiers | None = None,
     ):
         """Compute rows of dk (is_v: of dv) that have a NaN from the queries alone that see them.
@@ -198,7 +198,7 @@ class KeyTiles:
         for i in cutlass.range(16, unroll=1):
             if repair_gradients.has_nan(ballots, i):
                 key = first_key + i
-                low, high = queries_of_keys(key, key + 1, *tile.geometry)
+                queries = queries_of_keys(key, key + 1, *tile.geometry)
                 acc = row_sums(gradient[key, None])
                 for h in cutlass.range(self.group, unroll=1):
                     head = tile.head_kv * self.group + h
@@ -210,5 +210,5 @@ class KeyTiles:
                     if cutlass.const_expr(modifiers is not None):
                         place = place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.is_packed)
                         pairs = modifiers.pairs_of_key(place, key)
-                    repair_gradients.add_queries(acc, *rows, low, high, *scores, is_v, vector_bytes, pairs)
+                    repair_gradients.add_queries(acc, *rows, queries, scores, is_v, self.vector_bytes, pairs)
                 write_row(gradient[key, None], acc, scale)

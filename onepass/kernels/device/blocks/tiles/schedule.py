@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from .....geometry import tile_scheduler
 from .....geometry.splits import Splits
+from ....arguments import ModifierTensors
 from ..softmax.modifiers import Modifiers
+from ..softmax.online import Scores
 from .packed import Lengths
 
 
@@ -22,6 +24,38 @@ class Sequences(NamedTuple):
     window_right: Int32 | None
     lengths: Lengths
     modifiers: Modifiers | None = None
+
+
+class ScoreArguments(NamedTuple):
+    """The arguments of a kernel that say which pairs have scores, and what is done to these.
+
+    Attributes:
+        softmax_scale: of a backward.
+        tensors: those of the modifiers.
+    """
+
+    softmax_scale: Float32 | None
+    scales: Scores
+    window_left: Int32 | None
+    window_right: Int32 | None
+    tensors: ModifierTensors | None
+
+    @classmethod
+    def of(cls, a: Any, softmax_scale: Float32 | None = None) -> ScoreArguments:
+        """Args: a: the arguments of a kernel of attention."""
+        return cls(softmax_scale, Scores(a.scale_log2, a.tanh_scale), a.window_left, a.window_right, a.modifiers)
+
+    def modifiers(self, in_order: bool = False) -> Modifiers | None:
+        """Args: in_order: whether gradients are added in a fixed order."""
+        window = self.window_left, self.window_right
+        return None if self.tensors is None else Modifiers(self.tensors, window, in_order)
+
+    def sequences(self, seqlen_q: Int32, seqlen_k: Int32, lengths: Lengths, in_order: bool = False) -> Sequences:
+        """The `Sequences` of a call; where modifiers have intervals, the window is part of these."""
+        window, modifiers = (self.window_left, self.window_right), self.modifiers(in_order)
+        if modifiers is not None and modifiers.has_intervals:
+            window = None, None
+        return Sequences(seqlen_q, seqlen_k, *window, lengths, modifiers)
 
 
 class Schedule(NamedTuple):

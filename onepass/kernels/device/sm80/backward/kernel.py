@@ -47,16 +47,16 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from .....problem import AttentionProblem
+from ....arguments import BackwardSm80Arguments
 from ....config import STAT_ROWS, BackwardConfigSm80
 from ...blocks.memory.layouts import as_batch_of_one, rows_first, smem_tiles
 from ...blocks.memory.ptx import draw, exit_if
 from ...blocks.repair.rows import SourceTensors
-from ...blocks.softmax.modifiers import Modifiers, ModifierTensors, make_modifier_tensors, modifier_fields
-from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator
 from ...blocks.tiles.key_tiles import KeyTile, KeyTiles
 from ...blocks.tiles.packed import Lengths
-from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
+from ...blocks.tiles.schedule import Schedule, ScoreArguments, make_schedule
+from ...entry import takes
 from ..loads import RowLoader
 from . import gemms_16bit as backward_gemms_16bit
 from . import gemms_float32 as backward_gemms_float32
@@ -72,15 +72,14 @@ class BackwardSm80(KeyTiles):
         config.check(problem, arch)
         self.config, self.dtype = config, dtype
         self.group = problem.qhead_per_kvhead
-        self.tile_m, self.tile_n = config.tile_m, config.tile_n
+        self.tile_m, self.tile_n, self.vector_bytes = config.tile_m, config.tile_n, config.vector_bytes
         self.head_dims = problem.head_dim, problem.head_dim_v  # columns of the tensors
         self.head_dim, self.head_dim_v = config.head_dims(problem)  # columns of the tiles
         self.p_in_registers = config.keeps_p(problem)
         # Tiles may hold hidden pairs, whose terms of the gradients may be NaN; and the low limb of a float32 infinity
         # is NaN.
         self.may_recompute = problem.hides_pairs or problem.has_seqused_k or dtype is Float32
-        self.has_intervals, self.modifier_fields = problem.has_intervals, modifier_fields(problem, True)
-        self.adds_in_order = problem.deterministic
+        self.has_intervals = problem.has_intervals
         if dtype is Float32:
             module, self.gemms = backward_gemms_float32, backward_gemms_float32.BackwardGemmsFloat32
         else:
@@ -92,34 +91,11 @@ class BackwardSm80(KeyTiles):
 
     # ---------------------------------------------------------------- host
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: these tensors without batch
-        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
-        dout: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        dq_accum: cute.Tensor,  # see Accumulator, as for the next two
-        stats: cute.Tensor,
-        turns: cute.Tensor | None,  # with one more number at the end: how many tiles have been drawn
-        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
-        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
-        seqused_k: cute.Tensor | None,  # (batch,) int32
-        softmax_scale: Float32,
-        scale_log2: Float32,
-        tanh_scale: Float32 | None,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        modifiers: tuple | None,  # the fields of `ModifierTensors` that there are
-        blocks_per_head: Int32,
-        heads_per_section: Int32,
-        num_tiles: Int32,  # an upper bound for packed sequences
-        stream: cuda.CUstream,
-    ):
+    @takes(BackwardSm80Arguments)
+    def __call__(self, a: BackwardSm80Arguments, stream: cuda.CUstream):
+        q, k, v, dout, dk, dv = a[:6]
         if cutlass.const_expr(self.is_packed):
-            q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in (q, k, v, dout, dk, dv))
+            q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in a[:6])
         config = self.config
         mQ, mK, mV, mdO = (rows_first(t) for t in (q, k, v, dout))
         seqlen_k, _, num_heads_kv, batch = mK.shape
@@ -128,21 +104,19 @@ class BackwardSm80(KeyTiles):
             SourceTensors(mQ, mK, mV, mdO),
             rows_first(dk),
             rows_first(dv),
-            Accumulator(dq_accum, stats, turns, blocks_per_head, mQ.shape[2]),
-            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
-            softmax_scale,
-            Scores(scale_log2, tanh_scale),
-            window_left,
-            window_right,
-            make_modifier_tensors(self.modifier_fields, modifiers),
-            make_schedule(num_n_blocks, num_heads_kv, batch, heads_per_section),
+            Accumulator(a.dq_accum, a.stats, a.turns, a.blocks_per_head, mQ.shape[2]),
+            Lengths(a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k),
+            ScoreArguments.of(a, a.softmax_scale),
+            make_schedule(num_n_blocks, num_heads_kv, batch, a.heads_per_section),
             self.make_tiled_mmas(config, self.dtype),
-            smem_tiles(self.tile_n, self.head_dim, 1, self.dtype),
-            smem_tiles(self.tile_n, self.head_dim_v, 1, self.dtype),
-            smem_tiles(self.tile_m, self.head_dim, config.num_stages, self.dtype),
-            smem_tiles(self.tile_m, self.head_dim_v, config.num_stages, self.dtype),
-            smem_tiles(self.tile_n, self.tile_m, 1, self.dtype),
-        ).launch(grid=[num_tiles, 1, 1], block=[config.num_threads, 1, 1], stream=stream)
+            (
+                smem_tiles(self.tile_n, self.head_dim, 1, self.dtype),
+                smem_tiles(self.tile_n, self.head_dim_v, 1, self.dtype),
+                smem_tiles(self.tile_m, self.head_dim, config.num_stages, self.dtype),
+                smem_tiles(self.tile_m, self.head_dim_v, config.num_stages, self.dtype),
+                smem_tiles(self.tile_n, self.tile_m, 1, self.dtype),
+            ),
+        ).launch(grid=[a.num_tiles, 1, 1], block=[config.num_threads, 1, 1], stream=stream)
 
     # ---------------------------------------------------------------- device: set-up
 
@@ -154,29 +128,20 @@ class BackwardSm80(KeyTiles):
         mdV: cute.Tensor,
         accumulator: Accumulator,
         lengths: Lengths,
-        softmax_scale: Float32,
-        scores: Scores,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        modifier_tensors: ModifierTensors | None,
+        scores: ScoreArguments,
         schedule: Schedule,
         tiled_mmas: Mmas,
-        sK_layout: cute.ComposedLayout,
-        sV_layout: cute.ComposedLayout,
-        sQ_layout: cute.ComposedLayout,
-        sdO_layout: cute.ComposedLayout,
-        sdS_layout: cute.ComposedLayout,
+        layouts: tuple,  # of K, V, Q, dO and dS in shared memory
     ):
         smem = SmemAllocator()  # BackwardConfigSm80.smem_bytes counts the same
         sK, sV, sQ, sdO, sdS = (
-            smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
-            for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
+            smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner) for layout in layouts
         )
         sP = None
         if cutlass.const_expr(self.config.one_score_buffer):
             sP = sdS
         elif cutlass.const_expr(not self.p_in_registers):
-            sP = smem.allocate_tensor(self.dtype, sdS_layout.outer, 1024, sdS_layout.inner)
+            sP = smem.allocate_tensor(self.dtype, layouts[-1].outer, 1024, layouts[-1].inner)
         stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.num_stages))
         sStats = smem.allocate_tensor(Float32, stats_layout, 128)
 
@@ -184,12 +149,7 @@ class BackwardSm80(KeyTiles):
         number = cute.arch.block_idx()[0]
         if cutlass.const_expr(self.is_deterministic):
             number = self.draw_number(smem, accumulator, thread)
-        modifiers, window = None, (window_left, window_right)
-        if cutlass.const_expr(modifier_tensors is not None):
-            modifiers = Modifiers(modifier_tensors, window, self.adds_in_order)
-        if cutlass.const_expr(self.has_intervals):
-            window = None, None
-        seqlens = Sequences(tensors.q.shape[0], tensors.k.shape[0], *window, lengths, modifiers)
+        seqlens = scores.sequences(tensors.q.shape[0], tensors.k.shape[0], lengths, self.is_deterministic)
         if cutlass.const_expr(self.is_packed):
             schedule = self.schedule_of_keys(schedule, lengths, seqlens.seqlen_k, seqlens.seqlen_q)
             # the grid was made for the worst case
@@ -203,8 +163,8 @@ class BackwardSm80(KeyTiles):
         )
         buffers = Buffers(sK, sV, sQ, sdO, sdS, sP, sStats)
         sources = tensors if cutlass.const_expr(self.may_recompute) else None
-        outputs = mdK, mdV, sources, modifiers
-        warps = BackwardWarps(self, buffers, tiled_mmas, softmax_scale, scores, accumulator, *outputs)
+        outputs = mdK, mdV, sources, seqlens.modifiers
+        warps = BackwardWarps(self, buffers, tiled_mmas, scores.softmax_scale, scores.scales, accumulator, *outputs)
         self.compute(warps, loaders, tensors, tile)
 
     @cute.jit

@@ -278,5 +278,5 @@ class BackwardWarps(Untraced):
         for i in cutlass.range_constexpr(len(found)):
             if found[i][0] | found[i][1] != 0:
                 first_key = cute.arch.make_warp_uniform(broadcast(self.first_key(tile, i), 0))
-                inputs = (self.sources, self.accumulator, self.scales, is_v, self.config.vector_bytes, self.modifiers)
+                inputs = (self.sources, self.accumulator, self.scales, is_v, self.modifiers)
                 self.kernel.recompute_keys(tile, gradient, scale, first_key, found[i], *inputs)

@@ -34,12 +34,7 @@ from .....geometry.integers import ceil_div
 from .....geometry.tile_scheduler import LANES
 from ...blocks.memory.layouts import rows_and_columns
 from ...blocks.repair import rows as repair_rows
-from ...blocks.repair.rows import SourceTensors
-from ...blocks.softmax.cache_scales import CacheDescales
-from ...blocks.softmax.modifiers import Modifiers
-from ...blocks.softmax.online import Scores
-from ...blocks.softmax.sinks import Sinks
-from ...blocks.tiles.paged import KeyLocations, LocatedRows, Pages
+from ...blocks.tiles.paged import KeyLocations, LocatedRows
 from ..loads import RowLoader
 from .kernel import ForwardSm80
 from .warps import Tile, Warps
@@ -55,28 +50,13 @@ def warp_number() -> Int32:
 class KeyWarps(Warps):
     """A warp with all rows of the tile and with keys of its own."""
 
-    def __init__(
-        self,
-        kernel,
-        sQ,
-        sK,
-        sV,
-        tiled_mma,
-        scores: Scores,
-        tensors: SourceTensors,
-        mO,
-        mLSE,
-        sinks: Sinks | None,
-        pages: Pages | None = None,
-        descales: CacheDescales | None = None,
-        modifiers: Modifiers | None = None,
-    ):
-        super().__init__(kernel, sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, sinks, pages, descales, modifiers)
+    def __init__(self, kernel, buffers: tuple, *inputs):
+        super().__init__(kernel, buffers, *inputs)
         self.warp, self.key_warps = warp_number(), self.config.key_warps
         self.column_blocks = kernel.head_dim_v // 8
         pieces = self.m_tiles * self.column_blocks
         # over the buffers of K and V: four values of O a lane, from an 8-column block of its two rows ..
-        base = cute.recast_ptr(sK.iterator, dtype=Float32)
+        base = cute.recast_ptr(buffers[1].iterator, dtype=Float32)
         shape, strides = (4, LANES, pieces, self.key_warps), (1, 4, 4 * LANES, 4 * LANES * pieces)
         self.sO = cute.make_tensor(base, cute.make_layout(shape, stride=strides))
         # .. then the references and sums of these rows, and whether the warp has met a NaN

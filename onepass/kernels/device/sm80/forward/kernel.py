@@ -33,6 +33,8 @@ Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1 and section 3.3.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -46,6 +48,7 @@ from .....geometry.pack_gqa import unpack_row
 from .....geometry.splits import Splits, blocks_of_split
 from .....geometry.tile_scheduler import LANES
 from .....problem import AttentionProblem, Mask
+from ....arguments import ForwardSm80Arguments
 from ....config import ForwardConfigSm80, head_dim_tile
 from ...blocks.memory.layouts import (
     as_batch_of_one,
@@ -61,21 +64,23 @@ from ...blocks.memory.ptx import exit_if
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.cache_scales import CacheDescales, DescaleTensors
 from ...blocks.softmax.mask import Geometry
-from ...blocks.softmax.modifiers import (
-    Modifiers,
-    ModifierTensors,
-    make_modifier_tensors,
-    modifier_fields,
-    place_of,
-)
-from ...blocks.softmax.online import Scores
+from ...blocks.softmax.modifiers import place_of
 from ...blocks.softmax.sinks import Sinks
 from ...blocks.tiles.packed import Lengths, PackedSchedule, used_keys
 from ...blocks.tiles.paged import Pages
-from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
+from ...blocks.tiles.schedule import Schedule, ScoreArguments, Sequences, make_schedule
+from ...entry import takes
 from ..loads import RowLoader
 from . import gemms_16bit, gemms_e4m3, gemms_float32
 from .warps import Tile, Warps
+
+
+class Cache(NamedTuple):
+    """What only calls over a cache have; None at compile time where there is none."""
+
+    pages: Pages | None
+    splits: Splits | None
+    descales: DescaleTensors | None
 
 
 class ForwardSm80:
@@ -110,7 +115,6 @@ class ForwardSm80:
         self.has_intervals, self.hides_pairs = problem.has_intervals, problem.hides_pairs
         mask = Mask() if self.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
-        self.modifier_fields = modifier_fields(problem)
         self.longest_first = config.longest_first and (self.has_window == (False, True) or self.has_intervals)
         self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not reads_cache
         self.has_e4m3_cache = problem.has_e4m3_cache
@@ -127,34 +131,9 @@ class ForwardSm80:
 
     # ---------------------------------------------------------------- host
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
-        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim); e4m3 as (.., head_dim / 2) pairs
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); e4m3 as (.., head_dim_v / 2) pairs
-        out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v); with splits (splits, ..) float32
-        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q); with splits (splits, ..); packed: (splits, 1, ..)
-        sinks: cute.Tensor | None,  # (num_heads_q,) float32
-        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
-        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
-        seqused_k: cute.Tensor | None,  # (batch,) int32
-        scale_log2: Float32,
-        tanh_scale: Float32 | None,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        modifiers: tuple | None,  # the fields of `ModifierTensors` that there are
-        heads_per_section: Int32,
-        num_tiles: Int32,  # an upper bound for packed sequences
-        page_table: cute.Tensor | None,  # (batch, max_pages) int32; k, v: (num_pages, page_size, num_heads_kv, ..)
-        added_k: Int32 | None,  # keys beyond those that seqused_k counts
-        num_splits: Int32 | None,
-        split_blocks: Int32 | None,  # see geometry/splits.py
-        k_descale: cute.Tensor | None,  # (batch or num_pages, num_heads_kv, blocks) float32
-        v_descale: cute.Tensor | None,
-        kv_block: Int32 | None,  # keys of a block
-        stream: cuda.CUstream,
-    ):
+    @takes(ForwardSm80Arguments)
+    def __call__(self, a: ForwardSm80Arguments, stream: cuda.CUstream):
+        q, k, v, out, lse = a[:5]
         if cutlass.const_expr(self.is_packed):
             q = as_batch_of_one(q)
             if cutlass.const_expr(self.packs_keys):
@@ -167,32 +146,34 @@ class ForwardSm80:
             mO, mLSE = partials_rows_first(out), partials_rows_first_of_lse(lse)
         else:
             mO, mLSE = rows_first(out), rows_first_of_lse(lse)
-        pages = Pages(page_table, cute.FastDivmodDivisorV2(mK.shape[0])) if self.is_paged else None
         descales = None
-        if cutlass.const_expr(k_descale is not None):
-            divisor = None if kv_block is None else cute.FastDivmodDivisorV2(kv_block)
-            descales = DescaleTensors(k_descale, v_descale, divisor)
+        if cutlass.const_expr(a.k_descale is not None):
+            divisor = None if a.kv_block is None else cute.FastDivmodDivisorV2(a.kv_block)
+            descales = DescaleTensors(a.k_descale, a.v_descale, divisor)
         num_heads, batch = mQ.shape[2] // self.group, mQ.shape[3]
         num_m_blocks = None if self.is_packed else cute.ceil_div(mQ.shape[0], self.positions)
         self.kernel(
             SourceTensors(mQ, mK, mV),
             mO,
             mLSE,
-            sinks,
-            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, added_k),
-            Scores(scale_log2, tanh_scale),
-            window_left,
-            window_right,
-            make_modifier_tensors(self.modifier_fields, modifiers),
-            make_schedule(num_m_blocks, num_heads, batch, heads_per_section),
-            pages,
-            Splits(num_splits, split_blocks) if self.is_split else None,
-            descales,
+            a.sinks,
+            Lengths(a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k, a.added_k),
+            ScoreArguments.of(a),
+            make_schedule(num_m_blocks, num_heads, batch, a.heads_per_section),
+            Cache(
+                Pages(a.page_table, cute.FastDivmodDivisorV2(mK.shape[0])) if self.is_paged else None,
+                Splits(a.num_splits, a.split_blocks) if self.is_split else None,
+                descales,
+            ),
             self.make_tiled_mma(config, self.kv_dtype),
-            smem_tiles(config.tile_m, self.head_dim, 1, self.dtype),
-            *(smem_tiles(config.tile_n, n, config.num_buffers, self.kv_dtype) for n in self.kv_tile_columns),
+            (
+                smem_tiles(config.tile_m, self.head_dim, 1, self.dtype),
+                *(smem_tiles(config.tile_n, n, config.num_buffers, self.kv_dtype) for n in self.kv_tile_columns),
+            ),
         ).launch(
-            grid=[num_tiles, num_splits if self.is_split else 1, 1], block=[config.num_threads, 1, 1], stream=stream
+            grid=[a.num_tiles, a.num_splits if self.is_split else 1, 1],
+            block=[config.num_threads, 1, 1],
+            stream=stream,
         )
 
     # ---------------------------------------------------------------- device: set-up
@@ -205,28 +186,17 @@ class ForwardSm80:
         mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
         mSinks: cute.Tensor | None,
         lengths: Lengths,
-        scores: Scores,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        modifier_tensors: ModifierTensors | None,
+        scores: ScoreArguments,
         schedule: Schedule,
-        pages: Pages | None,
-        splits: Splits | None,
-        descale_tensors: DescaleTensors | None,
+        cache: Cache,
         tiled_mma: cute.TiledMma,
-        sQ_layout: cute.ComposedLayout,
-        sK_layout: cute.ComposedLayout,
-        sV_layout: cute.ComposedLayout,
+        layouts: tuple,  # of Q, K and V in shared memory
     ):
+        pages, splits, descale_tensors = cache
         self.announce()
         number, split, _ = cute.arch.block_idx()
         seqlen_k = pages.capacity if self.is_paged else tensors.k.shape[0]
-        modifiers, window = None, (window_left, window_right)
-        if cutlass.const_expr(modifier_tensors is not None):
-            modifiers = Modifiers(modifier_tensors, window)
-        if cutlass.const_expr(self.has_intervals):
-            window = None, None
-        seqlens = Sequences(tensors.q.shape[0], seqlen_k, *window, lengths, modifiers)
+        seqlens = scores.sequences(tensors.q.shape[0], seqlen_k, lengths)
         if cutlass.const_expr(self.is_packed):
             num_heads = schedule.divisors.num_heads
             schedule = PackedSchedule(
@@ -244,8 +214,8 @@ class ForwardSm80:
             mO, mLSE = (t[None, None, None, None, split] for t in (mO, mLSE))
 
         smem = SmemAllocator()
-        sQ = self._allocate(smem, sQ_layout, self.dtype)
-        sK, sV = (self._allocate(smem, layout, self.kv_dtype) for layout in (sK_layout, sV_layout))
+        sQ = self._allocate(smem, layouts[0], self.dtype)
+        sK, sV = (self._allocate(smem, layout, self.kv_dtype) for layout in layouts[1:])
         thread, num_threads = self.loading_thread(), self.config.loading_threads
         loaders = tuple(
             RowLoader(buffers, columns, self.config.vector_bytes, num_threads, thread)
@@ -256,8 +226,8 @@ class ForwardSm80:
             entry, head, tile_n = tile.origin_k, self.head_kv(tile), self.config.tile_n
             descales = CacheDescales(descale_tensors, pages, entry, head, tile_n, self.descales_by_block)
         sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
-        arguments = sQ, sK, sV, tiled_mma, scores, tensors, mO, mLSE, sinks, pages, descales, modifiers
-        warps = self.make_warps(self, *arguments)
+        inputs = tiled_mma, scores.scales, tensors, (mO, mLSE), sinks, pages, descales, seqlens.modifiers
+        warps = self.make_warps(self, (sQ, sK, sV), *inputs)
         if cutlass.const_expr(self.is_split):
             has_no_keys = tile.blocks.first == tile.blocks.last
             if has_no_keys:

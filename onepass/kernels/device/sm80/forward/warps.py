@@ -51,30 +51,28 @@ class Warps(Untraced):
     def __init__(
         self,
         kernel,
-        sQ,
-        sK,
-        sV,
+        buffers: tuple,
         tiled_mma,
         scores: Scores,
         tensors: SourceTensors,
-        mO,
-        mLSE,
+        outputs: tuple,
         sinks: Sinks | None,
         pages: Pages | None = None,
         descales: CacheDescales | None = None,
         modifiers: Modifiers | None = None,
     ):
+        """Args: buffers: of Q, K and V. outputs: out and lse, rows first."""
         config = self.config = kernel.config
         self.pages, self.descales, self.modifiers = pages, descales, modifiers
         self.kernel, self.scores = kernel, scores
-        self.tensors, self.mO, self.mLSE, self.sinks = tensors, mO, mLSE, sinks
+        self.tensors, (self.mO, self.mLSE), self.sinks = tensors, outputs, sinks
         self.tile_m, self.tile_n, self.m_tiles = config.tile_m, config.tile_n, config.m_tiles
         self.thread = kernel.loading_thread()
         self.lane_in_quad = self.thread % 4
         # the first of this thread's two rows, 8 apart, in the first of its 16-row tiles
         self.row_in_tile = self.thread // 32 * ROWS_PER_MMA + self.thread % 32 // 4
 
-        self.gemms = kernel.gemms(kernel, sQ, sK, sV, tiled_mma, self.thread)
+        self.gemms = kernel.gemms(kernel, *buffers, tiled_mma, self.thread)
         self.acc_s, self.acc_o = self.gemms.acc_s, self.gemms.acc_o
         # (2 rows, columns) of each m_tile
         self.s, self.o = (
@@ -122,7 +120,7 @@ class Warps(Untraced):
                     mask.apply(self.s[i], rows, n_start, self.lane_in_quad, tile.geometry)
             if cutlass.const_expr(self.is_lazy):
                 # the search by integers would gain nothing: only Hopper has a maximum of three
-                self.softmax[i].update_lazily(self.s[i], self.o[i], True, False)
+                self.softmax[i].update_lazily(self.s[i], True, self.o[i])
             else:
                 self.softmax[i].update(self.s[i])
                 self.softmax[i].rescale(self.o[i])
@@ -267,8 +265,8 @@ class Warps(Untraced):
                 if cutlass.const_expr(self.kernel.is_split):
                     low = maximum(low, tile.blocks.first * self.config.block_keys)
                     high = minimum(high, tile.blocks.last * self.config.block_keys)
-                scales = (self.scores.scale_log2, self.scores.tanh_scale)
-                row_arguments = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, reference, weight)
+                q, out = mQ[position, None], mO[position, None]
+                row_arguments = (q, mK, mV, out, low, high, self.scores, reference, weight)
                 if cutlass.const_expr(self.kernel.has_e4m3_cache):
                     e4m3_rows.recompute_row(*row_arguments, self.descales, pairs)
                 else:

@@ -17,6 +17,7 @@ from ...blocks.memory import epilogue
 from ...blocks.memory.layouts import rows_and_columns
 from ...blocks.memory.ptx import load_past_l1
 from ...blocks.repair import gradients as repair_gradients
+from ...blocks.repair.rows import SourceTensors
 from .dq_atomic import AtomicSums
 from .inputs import Inputs, Thread
 
@@ -110,11 +111,11 @@ class PrivateSums(AtomicSums):
             head = tile.head_kv * self.kernel.group + h
             mQ, mdO, dq = (at_head(t, t, head, tile.origin_q) for t in (sources.q, sources.dout, self.mdQ))
             number = self.kernel.m_block_number(self.accumulator, tile, head, Int32(0))
-            rows = (mQ, mdO, mK, mV, cute.domain_offset((number, 0), self.accumulator.stats))
+            rows = SourceTensors(mQ, mK, mV, mdO), cute.domain_offset((number, 0), self.accumulator.stats)
             for m_block in cutlass.range(tile.first, tile.last, unroll=1):
                 _, is_last = self.kernel.is_first_and_last(tile, m_block)
                 start = m_block * self.kernel.tile_m + first_row
                 end = minimum(start + 16, tile.geometry.seqlen_q)
                 if is_last:
                     for query in cutlass.range(start, end, unroll=1):
-                        repair_gradients.recompute_dq(dq, query, *rows, tile.geometry, *self.scales, self.softmax_scale)
+                        repair_gradients.recompute_dq(dq, query, *rows, tile.geometry, self.scales, self.softmax_scale)

@@ -34,6 +34,7 @@ Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -46,18 +47,18 @@ from cutlass.memory import SmemAllocator
 
 from .....geometry.integers import ceil_div
 from .....problem import AttentionProblem, Mask
+from ....arguments import BackwardSm90Arguments
 from ....config import REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfigSm90
 from ...blocks.memory.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
 from ...blocks.memory.ptx import exit_if, increment
 from ...blocks.repair.rows import SourceTensors
-from ...blocks.softmax.modifiers import Modifiers, ModifierTensors, make_modifier_tensors, modifier_fields
-from ...blocks.softmax.online import Scores
 from ...blocks.tiles.dq_sums import Accumulator
 from ...blocks.tiles.key_tiles import KeyTiles
 from ...blocks.tiles.named_barrier import NamedBarrier
 from ...blocks.tiles.packed import Lengths
 from ...blocks.tiles.queue import TileQueue
-from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
+from ...blocks.tiles.schedule import Schedule, ScoreArguments, make_schedule
+from ...entry import takes
 from ..forward.tile import WARPGROUP, WARPS
 from .consumer import BackwardConsumer
 from .inputs import BackwardPipes, Buffers, Inputs, Mmas
@@ -70,6 +71,39 @@ from .wide import P_WORDS, WideConsumer
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
 KEEPER_WARP = 3  # with turns; there is then one background warp less
+
+
+class Loads(NamedTuple):
+    """For each tensor that TMA loads its atom, and its coordinates (seqlen, head_dim or head_dim_v, heads, batch)."""
+
+    k: tuple[cute.CopyAtom, cute.Tensor]
+    v: tuple[cute.CopyAtom, cute.Tensor]
+    q: tuple[cute.CopyAtom, cute.Tensor]
+    do: tuple[cute.CopyAtom, cute.Tensor]
+    peer_k: tuple[cute.CopyAtom | None, cute.Tensor | None]  # in pairs only
+
+
+class Tensors(NamedTuple):
+    """All other tensors."""
+
+    dk: cute.Tensor  # (seqlen_k, head_dim, num_heads_kv, batch)
+    dv: cute.Tensor
+    dq: cute.Tensor | None
+    rows: RowTensors | None
+    progress: Progress | None
+    sources: SourceTensors | None  # with hidden pairs only
+    accumulator: Accumulator
+
+
+class Layouts(NamedTuple):
+    """The layouts of buffers in shared memory."""
+
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    q: cute.ComposedLayout
+    do: cute.ComposedLayout
+    ds: cute.ComposedLayout
+    peer_k: cute.ComposedLayout | None
 
 
 class BackwardSm90(KeyTiles):
@@ -94,7 +128,7 @@ class BackwardSm90(KeyTiles):
         self.is_paired, self.cluster_size, self.ds_buffers = config.paired, config.tile_blocks, config.ds_buffers
         mask = Mask() if problem.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
-        self.has_intervals, self.modifier_fields = problem.has_intervals, modifier_fields(problem, True)
+        self.has_intervals = problem.has_intervals
         self.adds_in_order = problem.deterministic
         # tiles may hold hidden pairs, whose terms of the gradients may be NaN
         self.hides_pairs = problem.hides_pairs or problem.has_seqused_k
@@ -117,41 +151,11 @@ class BackwardSm90(KeyTiles):
 
     # ---------------------------------------------------------------- host
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: these tensors without batch
-        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v)
-        dout: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        dq: cute.Tensor | None,  # None: the postprocess kernel writes it
-        out: cute.Tensor | None,  # None, as for the next three: the preprocess kernel reads them
-        lse: cute.Tensor | None,  # (batch, num_heads_q, seqlen_q) float32, as dlse
-        dlse: cute.Tensor | None,
-        progress: cute.Tensor | None,  # see rows.Progress
-        dq_accum: cute.Tensor,  # see Accumulator, as for the next two
-        stats: cute.Tensor,
-        turns: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
-        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
-        seqused_k: cute.Tensor | None,  # (batch,) int32
-        softmax_scale: Float32,
-        scale_log2: Float32,
-        tanh_scale: Float32 | None,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        modifiers: tuple | None,  # the fields of `ModifierTensors` that there are
-        counter: cute.Tensor | None,  # (1,) int32, zero: see blocks/tiles/queue.py
-        blocks_per_head: Int32,
-        heads_per_section: Int32,
-        tiles_in_ring: Int32 | None,
-        num_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    @takes(BackwardSm90Arguments)
+    def __call__(self, a: BackwardSm90Arguments, stream: cuda.CUstream):
+        q, k, v, dout, dk, dv = a[:6]
         if cutlass.const_expr(self.is_packed):
-            q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in (q, k, v, dout, dk, dv))
+            q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in a[:6])
         sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype, self.dq_columns)
         sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
@@ -176,62 +180,46 @@ class BackwardSm90(KeyTiles):
                     load = cpasync.CopyBulkTensorTileG2SMulticastOp()
                 box = one_tile(layout, rows), (rows, columns), receivers
                 tma.append(cpasync.make_tiled_tma_atom(load, rows_first(t), *box))
-        (tma_k, mK), (tma_v, mV), (tma_q, mQ), (tma_do, mdO), (tma_peer_k, mPeerK) = tma
-
-        seqlen_k, _, num_heads_kv, batch = mK.shape
+        loads = Loads(*(tuple(atom_and_tensor) for atom_and_tensor in tma))
+        mQ = loads.q[1]
+        seqlen_k, _, num_heads_kv, batch = loads.k[1].shape
         sources = None
         if cutlass.const_expr(self.hides_pairs):
             sources = SourceTensors(*(rows_first(t) for t in (q, k, v, dout)))
-        rows = None
+        rows = progress = None
         if cutlass.const_expr(self.has_background_rows):
-            rows = make_row_tensors(self, out, dout, lse, dlse, dq)
-            blocks = blocks_per_head, blocks_per_head * self.group, mQ.shape[2]
+            rows = make_row_tensors(self, a.out, dout, a.lse, a.dlse, a.dq)
+            blocks = a.blocks_per_head, a.blocks_per_head * self.group, mQ.shape[2]
             progress = Progress(
-                progress,
-                cute.domain_offset((2,), progress),
+                a.progress,
+                cute.domain_offset((2,), a.progress),
                 num_heads_kv * batch,
                 *(cute.FastDivmodDivisorV2(n) for n in blocks),
             )
         num_n_blocks = None if self.is_packed else cute.ceil_div(seqlen_k, self.tile_n)
-        heads = num_heads_kv, batch, heads_per_section
+        heads = num_heads_kv, batch, a.heads_per_section
         if cutlass.const_expr(self.has_ascending_end):
-            heads = num_heads_kv, batch, 1, heads_per_section
-        schedule = make_schedule(num_n_blocks, *heads)._replace(tiles_in_ring=tiles_in_ring)
+            heads = num_heads_kv, batch, 1, a.heads_per_section
+        schedule = make_schedule(num_n_blocks, *heads)._replace(tiles_in_ring=a.tiles_in_ring)
         self.kernel(
-            tma_k,
-            mK,
-            tma_v,
-            mV,
-            tma_q,
-            mQ,
-            tma_do,
-            mdO,
-            tma_peer_k,
-            mPeerK,
-            rows_first(dk),
-            rows_first(dv),
-            None if cutlass.const_expr(dq is None) else rows_first(dq),
-            rows,
-            progress,
-            sources,
-            Accumulator(dq_accum, stats, turns, blocks_per_head, mQ.shape[2]),
-            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
-            softmax_scale,
-            Scores(scale_log2, tanh_scale),
-            window_left,
-            window_right,
-            make_modifier_tensors(self.modifier_fields, modifiers),
+            loads,
+            Tensors(
+                rows_first(dk),
+                rows_first(dv),
+                None if cutlass.const_expr(a.dq is None) else rows_first(a.dq),
+                rows,
+                progress,
+                sources,
+                Accumulator(a.dq_accum, a.stats, a.turns, a.blocks_per_head, mQ.shape[2]),
+            ),
+            Lengths(a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k),
+            ScoreArguments.of(a, a.softmax_scale),
             schedule,
-            counter,
+            a.counter,
             self._make_tiled_mmas(),
-            sK_layout,
-            sV_layout,
-            sQ_layout,
-            sdO_layout,
-            sdS_layout,
-            sPeerK_layout,
+            Layouts(sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout, sPeerK_layout),
         ).launch(
-            grid=[num_ctas, 1, 1],
+            grid=[a.num_ctas, 1, 1],
             block=[self.config.num_threads, 1, 1],
             cluster=(self.cluster_size, 1, 1) if self.is_paired else None,
             stream=stream,
@@ -260,59 +248,37 @@ class BackwardSm90(KeyTiles):
     @cute.kernel
     def kernel(
         self,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch), coordinates for TMA, like mV, mQ and mdO
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,
-        tma_do: cute.CopyAtom,
-        mdO: cute.Tensor,
-        tma_peer_k: cute.CopyAtom | None,  # in pairs only
-        mPeerK: cute.Tensor | None,
-        mdK: cute.Tensor,  # (seqlen_k, head_dim, num_heads_kv, batch)
-        mdV: cute.Tensor,
-        mdQ: cute.Tensor | None,
-        rows: RowTensors | None,
-        progress: Progress | None,
-        sources: SourceTensors | None,  # with hidden pairs only
-        accumulator: Accumulator,
+        loads: Loads,
+        tensors: Tensors,
         lengths: Lengths,
-        softmax_scale: Float32,
-        scores: Scores,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        modifier_tensors: ModifierTensors | None,
+        scores: ScoreArguments,
         schedule: Schedule,
         counter: cute.Tensor | None,
         tiled_mmas: Mmas,
-        sK_layout: cute.ComposedLayout,
-        sV_layout: cute.ComposedLayout,
-        sQ_layout: cute.ComposedLayout,
-        sdO_layout: cute.ComposedLayout,
-        sdS_layout: cute.ComposedLayout,
-        sPeerK_layout: cute.ComposedLayout | None,
+        layouts: Layouts,
     ):
+        mK, mQ = loads.k[1], loads.q[1]
+        accumulator = tensors.accumulator
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.is_packed):
             schedule = self.schedule_of_keys(schedule, lengths, mK.shape[0], mQ.shape[0])
             # the grid was made for the worst case
             exit_if(cute.arch.block_idx()[0] // self.cluster_size >= schedule.num_tiles)
         if warp_id == 0:
-            for atom in (tma_k, tma_v, tma_q, tma_do):
+            for atom, _ in (loads.k, loads.v, loads.q, loads.do):
                 cpasync.prefetch_descriptor(atom)
 
         consumer_warps = WARPS * self.num_warpgroups
         smem = SmemAllocator()  # BackwardConfigSm90.smem_bytes counts the same
         sK, sV, sQ, sdO, sdS = (
             smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
-            for layout in (sK_layout, sV_layout, sQ_layout, sdO_layout, sdS_layout)
+            for layout in (layouts.k, layouts.v, layouts.q, layouts.do, layouts.ds)
         )
         sPeerK = sInbox = sP = sFlags = ds_empty = None
         if cutlass.const_expr(self.is_paired):
             sPeerK, sInbox = (
                 smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
-                for layout in (sPeerK_layout, sdS_layout)
+                for layout in (layouts.peer_k, layouts.ds)
             )
         elif cutlass.const_expr(self.config.by_gradient):
             # the P that each thread of warpgroup 0 hands to one of warpgroup 1
@@ -370,27 +336,22 @@ class BackwardSm90(KeyTiles):
         cute.arch.mbarrier_init_fence()
         self.sync_cluster()
 
-        modifiers, window = None, (window_left, window_right)
-        if cutlass.const_expr(modifier_tensors is not None):
-            modifiers = Modifiers(modifier_tensors, window, self.adds_in_order)
-        if cutlass.const_expr(self.has_intervals):
-            window = None, None
-        seqlens = Sequences(mQ.shape[0], mK.shape[0], *window, lengths, modifiers)
+        seqlens = scores.sequences(mQ.shape[0], mK.shape[0], lengths, self.adds_in_order)
         # made by each role, which then keeps nothing in registers for another one
         make_background = functools.partial(
             BackgroundRows,
-            *(self, rows, sources, accumulator, progress, (softmax_scale, scores), seqlens, schedule),
+            *(self, tensors.rows, tensors.sources, accumulator, tensors.progress, scores, seqlens, schedule),
         )
         if warp_id < WARPS:  # warpgroup 0
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
                 producer = BackwardProducer(
                     self,
-                    (tma_k, mK, sK),
-                    (tma_v, mV, sV),
-                    (tma_q, mQ, sQ),
-                    (tma_do, mdO, sdO),
-                    (tma_peer_k, mPeerK, sPeerK) if self.is_paired else None,
+                    (*loads.k, sK),
+                    (*loads.v, sV),
+                    (*loads.q, sQ),
+                    (*loads.do, sdO),
+                    (*loads.peer_k, sPeerK) if self.is_paired else None,
                     sStats,
                     accumulator,
                     pipes,
@@ -423,8 +384,8 @@ class BackwardSm90(KeyTiles):
                     TurnKeeper(self, accumulator, turns, background).run(queue, schedule, seqlens)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            tensors = accumulator, mdK, mdV, mdQ, sources, modifiers
-            inputs = Inputs(pipes, tiled_mmas, softmax_scale, scores, *tensors, turns)
+            outputs = tensors.dk, tensors.dv, tensors.dq, tensors.sources, seqlens.modifiers
+            inputs = Inputs(pipes, tiled_mmas, scores.softmax_scale, scores.scales, accumulator, *outputs, turns)
             buffers = Buffers(sK, sV, sQ, sdO, sdS, sStats, ds_full, sFlags, sP, p_full, sPeerK, sInbox, ds_empty)
             if cutlass.const_expr(self.is_paired):
                 consumer = PairedConsumer(self, buffers, inputs)

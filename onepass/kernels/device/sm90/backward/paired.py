@@ -24,8 +24,8 @@ What a thread block has beyond the buffers and barriers of wide.py (arrivals of 
 
 Who waits for whom. P_(i+1) is written when both thread blocks have computed dQ_i (empty). Then nobody reads the own
 dS_i any more: neither this thread block's GEMMs, nor the copy to the peer, for which the peer's dQ_i has waited. And
-the peer's inbox is free for dS_(i+1), which comes after P_(i+1). tests/device/test_pair_protocol.py goes through the
-orders in which all this may happen.
+the peer's inbox is free for dS_(i+1), which comes after P_(i+1). tests/device/test_backward_protocol.py runs the warps
+in random orders.
 
 At head_dim 256 each warpgroup of the pair has one piece of 64 columns of every dQ. At 192 there are three pieces:
 warpgroups 0 have the outer ones, and warpgroups 1 take turns with the middle one. (Both compute it, because ptxas does

@@ -51,6 +51,7 @@ from ...blocks.memory.ptx import (
 from ...blocks.memory.row_stats import row_products, write_stats
 from ...blocks.memory.untraced import Untraced
 from ...blocks.repair import gradients as repair_gradients
+from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.mask import Geometry
 from ...blocks.tiles.packed import used_keys
 from ..forward.tile import WARPS
@@ -197,11 +198,11 @@ class Stage(NamedTuple):
 class BackgroundRows(Untraced):
     """The work of one warp on query rows."""
 
-    def __init__(self, kernel, tensors: RowTensors, sources, accumulator, progress, scales, seqlens, schedule):
-        """Args: scales: softmax_scale, and Scores. schedule: the order of tiles of keys."""
+    def __init__(self, kernel, tensors: RowTensors, sources, accumulator, progress, scores, seqlens, schedule):
+        """Args: scores: a ScoreArguments. schedule: the order of tiles of keys."""
         self.kernel, self.tensors, self.sources = kernel, tensors, sources
         self.accumulator, self.progress, self.seqlens, self.schedule = accumulator, progress, seqlens, schedule
-        self.softmax_scale, self.scores = scales
+        self.softmax_scale, self.scores = scores.softmax_scale, scores.scales
 
     @property
     def num_blocks(self) -> Int32:
@@ -425,14 +426,13 @@ class BackgroundRows(Untraced):
         head, entry, start = self._place(block)
         mQ, mdO, dq = (t[None, None, head, entry] for t in (sources.q, sources.dout, self.tensors.dq))
         mK, mV = (t[None, None, head // kernel.group, entry] for t in (sources.k, sources.v))
+        of_head = SourceTensors(mQ, mK, mV, mdO)
         seqlen_k = used_keys(seqlens.lengths, entry, seqlens.seqlen_k)
         geometry = Geometry(seqlens.seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         stats = cute.domain_offset((block - start // kernel.tile_m, 0), self.accumulator.stats)
         for query in cutlass.range(start, minimum(start + kernel.tile_m, seqlens.seqlen_q), unroll=1):
             if repair_gradients.has_nan_in_row(dq[query, None]):
-                repair_gradients.recompute_dq(
-                    dq, query, mQ, mdO, mK, mV, stats, geometry, *self.scores, self.softmax_scale
-                )
+                repair_gradients.recompute_dq(dq, query, of_head, stats, geometry, self.scores, self.softmax_scale)
 
     # ---------------------------------------------------------------- the end
 

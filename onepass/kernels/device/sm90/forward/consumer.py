@@ -26,7 +26,6 @@ from .....geometry.block_range import KeyBlocks, blocks_of_rows, key_blocks
 from .....geometry.integers import maximum, minimum
 from .....geometry.splits import blocks_within
 from .....geometry.tile_scheduler import LANES
-from ...blocks.memory.layouts import rows_and_columns
 from .producer import as_producer
 from .tile import Tile, after
 from .warpgroup import Warpgroup
@@ -422,13 +421,15 @@ class Consumer(Warpgroup):
         self.pack_p(buffer)
         if cutlass.const_expr(not self.is_lazy):
             self.softmax.rescale(self.o)
+        elif cutlass.const_expr(self.config.overlap_gemm_softmax):
+            self.softmax.rescale_lazily(self.o)
 
     @cute.jit
     def update_softmax(self, buffer: cutlass.Constexpr[int], is_masked: cutlass.Constexpr[bool]):
         if cutlass.const_expr(self.is_lazy):
-            overlaps = self.config.overlap_gemm_softmax
-            acc_step = rows_and_columns(self.acc_pv) if overlaps and self.config.two_level_sums else None
-            self.softmax.update_lazily(self.s[buffer], self.o, is_masked, overlaps, acc_step)
+            # while P V still runs, O has to wait for its new reference until `next_p`
+            acc_o = None if self.config.overlap_gemm_softmax else self.o
+            self.softmax.update_lazily(self.s[buffer], is_masked, acc_o)
         else:
             self.softmax.update(self.s[buffer])
 

@@ -25,6 +25,8 @@ Source: FlashAttention-3, arXiv:2407.08608, sections 3.1, 3.2, Algorithms 1 and 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -42,6 +44,7 @@ from .....geometry.integers import ceil_div, minimum
 from .....geometry.splits import Splits, blocks_of_split, visited_blocks
 from .....geometry.tile_scheduler import LANES
 from .....problem import AttentionProblem, Mask
+from ....arguments import ForwardSm90Arguments
 from ....config import (
     REGISTERS,
     REGISTERS_OF_PAGES,
@@ -66,29 +69,42 @@ from ...blocks.memory.ptx import exit_if
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax import cache_scales
 from ...blocks.softmax.mask import Geometry
-from ...blocks.softmax.modifiers import (
-    Modifiers,
-    ModifierTensors,
-    make_modifier_tensors,
-    modifier_fields,
-    place_of,
-)
-from ...blocks.softmax.online import Scores
+from ...blocks.softmax.modifiers import place_of
 from ...blocks.softmax.scaled import DescaleTensors
 from ...blocks.softmax.sinks import Sinks
 from ...blocks.tiles.packed import Lengths, PackedSchedule, used_keys
 from ...blocks.tiles.paged import Pages
 from ...blocks.tiles.queue import TileQueue
-from ...blocks.tiles.schedule import Schedule, Sequences, make_schedule
+from ...blocks.tiles.schedule import Schedule, ScoreArguments, Sequences, make_schedule
+from ...entry import takes
 from .consumer import Consumer
 from .converter import ConvertingWarp
 from .producer import Producer
-from .tile import WARPGROUP, WARPS, Pipes, Tile
+from .tile import WARPGROUP, WARPS, Loads, Pipes, Tile
 from .transposer import FIRST_WARP as FIRST_TRANSPOSING_WARP
 from .transposer import WARPS as TRANSPOSING_WARPS
 from .transposer import TransposingWarp
 
 PRODUCER_WARP, SCHEDULER_WARP = 0, 1
+
+
+class Tensors(NamedTuple):
+    """All tensors but those that TMA loads, which `Loads` has."""
+
+    out: cute.Tensor  # (seqlen_q, head_dim_v, num_heads_q, batch)
+    lse: cute.Tensor  # (seqlen_q, 1, num_heads_q, batch)
+    sources: SourceTensors | None  # with a mask, and for float32
+    sinks: cute.Tensor | None
+
+
+class Layouts(NamedTuple):
+    """The layouts of buffers in shared memory."""
+
+    q: cute.ComposedLayout
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    raw_k: cute.ComposedLayout | None  # for K before it is converted
+    raw_v: cute.ComposedLayout | None  # for V before it is converted or transposed
 
 
 class ForwardSm90:
@@ -152,7 +168,6 @@ class ForwardSm90:
         self.longest_first = config.longest_first and (self.has_window == (False, True) or self.has_intervals)
         self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not reads_cache
         self.hides_pairs = problem.hides_pairs
-        self.modifier_fields = modifier_fields(problem)
         self.needs_sequence = self.is_scaled or problem.has_modifiers
         # where single tokens stand next to prompts in chunks, most warpgroups have no row in many tiles
         self.skips_unused = self.is_packed and reads_cache and config.num_warpgroups > 1
@@ -169,37 +184,9 @@ class ForwardSm90:
 
     # ---------------------------------------------------------------- host
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim); packed sequences: all tensors without batch
-        k: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, num_heads_kv, head_dim_v); FP8: `fp8.keys_last`, or transposes_v
-        out: cute.Tensor,  # (batch, seqlen_q, num_heads_q, head_dim_v)
-        lse: cute.Tensor,  # (batch, num_heads_q, seqlen_q)
-        sinks: cute.Tensor | None,  # (num_heads_q,) float32
-        cu_seqlens_q: cute.Tensor | None,  # (batch + 1,) int32
-        cu_seqlens_k: cute.Tensor | None,  # (batch + 1,) int32
-        seqused_k: cute.Tensor | None,  # (batch,) int32
-        float32: tuple | None,  # q, k and v themselves, where the first three arguments are their halves
-        q_scale: cute.Tensor | None,  # for FP8 and halves, like the next three: see blocks/softmax/scaled.py
-        k_scale: cute.Tensor | None,  # with descales of a cache, like v_scale: (batch, num_heads_kv, 1), any strides
-        v_scale: cute.Tensor | None,
-        q_block: Int32 | None,
-        scale_log2: Float32,
-        tanh_scale: Float32 | None,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        modifiers: tuple | None,  # the fields of `ModifierTensors` that there are
-        counter: cute.Tensor | None,  # (1,) int32, zero: see blocks/tiles/queue.py
-        heads_per_section: Int32,
-        num_ctas: Int32,
-        page_table: cute.Tensor | None,  # (batch, max_pages) int32; k, v: (num_pages, page_size, num_heads_kv, ..)
-        added_k: Int32 | None,  # keys beyond those that seqused_k counts
-        num_splits: Int32 | None,  # see geometry/splits.py; out and lse: (splits, ..) float32
-        split_blocks: Int32 | None,
-        stream: cuda.CUstream,
-    ):
+    @takes(ForwardSm90Arguments)
+    def __call__(self, a: ForwardSm90Arguments, stream: cuda.CUstream):
+        q, k, v, out, lse, float32 = *a[:5], a.float32
         if cutlass.const_expr(self.is_packed):
             q, out, lse = (as_batch_of_one(t) for t in (q, out, lse))
             if cutlass.const_expr(self.packs_keys):
@@ -208,7 +195,6 @@ class ForwardSm90:
                 float32 = tuple(as_batch_of_one(t) for t in float32)
         elif cutlass.const_expr(self.is_split):
             out, lse = splits_as_batch(out), splits_as_batch(lse)
-        tiled_mma_qk, tiled_mma_pv = self._make_tiled_mmas()
         sQ_layout = smem_tiles(
             ROWS_PER_WARPGROUP,
             self.head_dim,
@@ -239,53 +225,46 @@ class ForwardSm90:
                 load = cpasync.CopyBulkTensorTileG2SMulticastOp()
             box = one_tile(layout, rows)
             tma.append(cpasync.make_tiled_tma_atom(load, t, box, (rows, columns), num_receivers))
-        (tma_q, mQ), (tma_k, mK), (tma_v, mV) = tma
+        loads = Loads(*(tuple(atom_and_tensor) for atom_and_tensor in tma))
+        mQ = loads.q[1]
 
         _, _, num_heads, batch = mQ.shape
         seqlen_q = self._seqlen_q(mQ)
         num_m_blocks = None if self.is_packed else cute.ceil_div(seqlen_q, self.tile_m * self.cluster_size)
         if cutlass.const_expr(self.is_split):
-            schedule = make_schedule(num_m_blocks, num_heads, batch * num_splits, heads_per_section)
-            splits = Splits(num_splits, split_blocks)
+            schedule = make_schedule(num_m_blocks, num_heads, batch * a.num_splits, a.heads_per_section)
+            splits = Splits(a.num_splits, a.split_blocks)
             schedule = schedule._replace(splits=splits, entries=cute.FastDivmodDivisorV2(batch))
         else:
-            schedule = make_schedule(num_m_blocks, num_heads, batch, heads_per_section)
+            schedule = make_schedule(num_m_blocks, num_heads, batch, a.heads_per_section)
         descales = None
         if cutlass.const_expr(self.is_scaled):
-            descales = DescaleTensors(q_scale, k_scale, v_scale, cute.FastDivmodDivisorV2(q_block))
+            descales = DescaleTensors(a.q_scale, a.k_scale, a.v_scale, cute.FastDivmodDivisorV2(a.q_block))
         elif cutlass.const_expr(self.has_descales):
-            descales = cache_scales.DescaleTensors(k_scale, v_scale, None)
+            descales = cache_scales.DescaleTensors(a.k_scale, a.v_scale, None)
+        sources = None
+        if cutlass.const_expr(self.num_halves > 1 or (self.hides_pairs and not self.is_fp8)):
+            tensors = float32 if cutlass.const_expr(self.num_halves > 1) else (q, k, v)
+            sources = SourceTensors(*(rows_first(t) for t in tensors))
         self.kernel(
-            tma_q,
-            mQ,
-            tma_k,
-            mK,
-            tma_v,
-            mV,
-            rows_first(out),
-            rows_first_of_lse(lse),
-            SourceTensors(*(rows_first(t) for t in (float32 if cutlass.const_expr(self.num_halves > 1) else (q, k, v))))
-            if cutlass.const_expr(float32 is not None or (self.hides_pairs and not self.is_fp8))
-            else None,
-            sinks,
-            Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, added_k),
-            Pages(page_table, cute.FastDivmodDivisorV2(mK.shape[0])) if self.is_paged else None,
+            loads,
+            Tensors(rows_first(out), rows_first_of_lse(lse), sources, a.sinks),
+            Lengths(a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k, a.added_k),
+            Pages(a.page_table, cute.FastDivmodDivisorV2(loads.k[1].shape[0])) if self.is_paged else None,
             descales,
-            Scores(scale_log2, tanh_scale),
-            window_left,
-            window_right,
-            make_modifier_tensors(self.modifier_fields, modifiers),
+            ScoreArguments.of(a),
             schedule,
-            counter,
-            tiled_mma_qk,
-            tiled_mma_pv,
-            sQ_layout,
-            sK_layout,
-            sV_layout,
-            loaded_k_layout if cutlass.const_expr(self.converts) else None,
-            loaded_v_layout if cutlass.const_expr(self.raw_stages) else None,
+            a.counter,
+            self._make_tiled_mmas(),
+            Layouts(
+                sQ_layout,
+                sK_layout,
+                sV_layout,
+                loaded_k_layout if cutlass.const_expr(self.converts) else None,
+                loaded_v_layout if cutlass.const_expr(self.raw_stages) else None,
+            ),
         ).launch(
-            grid=[num_ctas, 1, 1],
+            grid=[a.num_ctas, 1, 1],
             block=[self.num_threads, 1, 1],
             cluster=(self.cluster_size, 1, 1),
             stream=stream,
@@ -318,33 +297,18 @@ class ForwardSm90:
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,  # (seqlen_q, head_dim, num_heads_q, batch), coordinates for TMA, like mK and mV
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        mO: cute.Tensor,  # (seqlen_q, head_dim_v, num_heads_q, batch)
-        mLSE: cute.Tensor,  # (seqlen_q, 1, num_heads_q, batch)
-        sources: SourceTensors | None,  # with a mask, and for float32
-        mSinks: cute.Tensor | None,
+        loads: Loads,
+        tensors: Tensors,
         lengths: Lengths,
         pages: Pages | None,
         descales: DescaleTensors | cache_scales.DescaleTensors | None,  # for FP8 and halves; of a cache
-        scores: Scores,
-        window_left: Int32 | None,
-        window_right: Int32 | None,
-        tensors: ModifierTensors | None,  # the modifiers'
+        scores: ScoreArguments,
         schedule: Schedule,
         counter: cute.Tensor | None,
-        tiled_mma_qk: cute.TiledMma,
-        tiled_mma_pv: cute.TiledMma,
-        sQ_layout: cute.ComposedLayout,
-        sK_layout: cute.ComposedLayout,
-        sV_layout: cute.ComposedLayout,
-        sRawK_layout: cute.ComposedLayout | None,  # for K before it is converted
-        sRawV_layout: cute.ComposedLayout | None,  # for V before it is converted or transposed
+        tiled_mmas: tuple,  # of Q K^T and of P V
+        layouts: Layouts,
     ):
+        mQ, mK = loads.q[1], loads.k[1]
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.is_packed):
             total_k = pages.capacity if self.is_paged else mK.shape[0]
@@ -353,32 +317,35 @@ class ForwardSm90:
             # the grid was made for the worst case
             exit_if(cute.arch.block_idx()[0] >= schedule.num_tiles)
         if warp_id == 0:
-            for atom in (tma_q, tma_k, tma_v):
+            for atom, _ in loads:
                 cpasync.prefetch_descriptor(atom)
 
         smem = SmemAllocator()
-        sQ = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)
-        sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)
-        sV = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)
+        sQ, sK, sV = (
+            smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
+            for layout in (layouts.q, layouts.k, layouts.v)
+        )
         sLoadedK, sLoadedV = sK, sV
         if cutlass.const_expr(self.converts):
-            sLoadedK = smem.allocate_tensor(self.kv_dtype, sRawK_layout.outer, 1024, sRawK_layout.inner)
-            sLoadedV = smem.allocate_tensor(self.kv_dtype, sRawV_layout.outer, 1024, sRawV_layout.inner)
+            sLoadedK, sLoadedV = (
+                smem.allocate_tensor(self.kv_dtype, layout.outer, 1024, layout.inner)
+                for layout in (layouts.raw_k, layouts.raw_v)
+            )
         consumer_warps = WARPS * self.num_warpgroups
         # warps between the raw tiles and the consumers
         v_warps = WARPS if self.converts else TRANSPOSING_WARPS if self.transposes_v else 0
         k_warps = WARPS if self.converts else 0
         readers = consumer_warps + (TRANSPOSING_WARPS if self.transposes_v else 0)  # of the numbers of tiles
         pipes = Pipes(
-            self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, sQ_layout, self.q_rows, 1),
+            self._make_pipeline(smem, self.num_warpgroups * self.config.q_stages, WARPS, layouts.q, self.q_rows, 1),
             self._make_pipeline(
-                smem, self.k_stages, consumer_warps, sK_layout, self.buffer_n, self.cluster_size, k_warps or 1
+                smem, self.k_stages, consumer_warps, layouts.k, self.buffer_n, self.cluster_size, k_warps or 1
             ),
             self._make_pipeline(
                 smem,
                 self.v_stages,
                 consumer_warps,
-                sV_layout,
+                layouts.v,
                 self.head_dim_v if self.is_fp8 else self.buffer_n,
                 self.cluster_size,
                 v_warps or 1,
@@ -387,14 +354,14 @@ class ForwardSm90:
         loaded = pipes
         if cutlass.const_expr(self.converts):
             raw = self._make_pipeline(
-                smem, self.loaded_k_stages, k_warps, sRawK_layout, self.buffer_n, 1, dtype=self.kv_dtype
+                smem, self.loaded_k_stages, k_warps, layouts.raw_k, self.buffer_n, 1, dtype=self.kv_dtype
             )
             loaded = loaded._replace(k=raw)
         if cutlass.const_expr(self.raw_stages):
             if cutlass.const_expr(self.transposes_v):
-                sLoadedV = smem.allocate_tensor(self.dtype, sRawV_layout.outer, 1024, sRawV_layout.inner)
+                sLoadedV = smem.allocate_tensor(self.dtype, layouts.raw_v.outer, 1024, layouts.raw_v.inner)
             raw = self._make_pipeline(
-                smem, self.loaded_v_stages, v_warps, sRawV_layout, self.buffer_n, 1, dtype=self.kv_dtype
+                smem, self.loaded_v_stages, v_warps, layouts.raw_v, self.buffer_n, 1, dtype=self.kv_dtype
             )
             loaded = loaded._replace(v=raw)
         notes = smem.allocate_tensor(Int32, cute.make_layout(self.raw_stages), 8) if self.converts else None
@@ -407,34 +374,27 @@ class ForwardSm90:
             cute.arch.sync_threads()
 
         seqlen_k = pages.capacity if self.is_paged else mK.shape[0]
-        modifiers, window = None, (window_left, window_right)
-        if cutlass.const_expr(tensors is not None):
-            modifiers = Modifiers(tensors, window)
-        if cutlass.const_expr(self.has_intervals):
-            window = None, None
-        seqlens = Sequences(self._seqlen_q(mQ), seqlen_k, *window, lengths, modifiers)
-        tensors_and_tiles = tma_q, mQ, sQ, tma_k, mK, sLoadedK, tma_v, mV, sLoadedV
-        producer = Producer(self, *tensors_and_tiles, loaded, pages, notes, descales)
-        tiled_mmas = (tiled_mma_qk, tiled_mma_pv)
+        seqlens = scores.sequences(self._seqlen_q(mQ), seqlen_k, lengths)
+        producer = Producer(self, loads, (sQ, sLoadedK, sLoadedV), loaded, pages, notes, descales)
         all_splits = None
         if cutlass.const_expr(self.is_split and self.is_packed):
             all_splits = schedule.splits.num_splits, schedule.total_q
-        sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
+        sinks = None if cutlass.const_expr(tensors.sinks is None) else Sinks(tensors.sinks, lengths.cu_seqlens_q)
         consumer_arguments = (
             sQ,
             sK,
             sV,
             pipes,
             tiled_mmas,
-            scores,
-            mO,
-            mLSE,
+            scores.scales,
+            tensors.out,
+            tensors.lse,
             sinks,
-            sources,
+            tensors.sources,
             descales,
             pages,
             all_splits,
-            modifiers,
+            seqlens.modifiers,
         )
         if cutlass.const_expr(not self.config.warp_specialized):
             Consumer(self, *consumer_arguments, producer).two_stages(queue, schedule, seqlens)

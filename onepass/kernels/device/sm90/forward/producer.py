@@ -13,6 +13,7 @@ from ...blocks.memory.layouts import row_boxes
 from ...blocks.memory.untraced import Untraced
 from ...blocks.tiles.paged import BoxLocations
 from ...blocks.tiles.queue import DRAW_AHEAD
+from .tile import Loads
 
 SIGNS, NO_TILE = -0x7F7F7F80, 1  # the sign bits of four e4m3 numbers, 0x80808080; another number
 
@@ -23,39 +24,40 @@ class Producer(Untraced):
     Every load waits until its buffer is empty, then fills it; the caller advances the state.
     """
 
-    def __init__(self, kernel, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipes, pages, notes=None, descales=None):
+    def __init__(self, kernel, loads: Loads, buffers: tuple, pipes, pages, notes=None, descales=None):
         """Args:
+        buffers: of Q, K and V as they are loaded.
         notes: (stages,) int32 in shared memory for the warps that convert an e4m3 cache: `SIGNS` where these warps are
             to change the sign of a tile of K, else 0; `NO_TILE` after the last tile.
         descales: those of an e4m3 cache.
         """
         self.kernel, self.pipes, self.notes, self.descales = kernel, pipes, notes, descales
-        self.tma_q, self.tma_k, self.tma_v = tma_q, tma_k, tma_v
-        self.mQ, self.mK, self.mV = mQ, mK, mV
-        rows, clusters = kernel.buffer_n, kernel.cluster_size
-        self.tQgQ, self.tQsQ = self._partition(tma_q, mQ, kernel.loaded_rows(sQ), kernel.q_rows, kernel.head_dim, 1)
+        (self.tma_q, self.mQ), (self.tma_k, self.mK), (self.tma_v, self.mV) = loads
+        (sQ, sK, sV), rows, clusters = buffers, kernel.buffer_n, kernel.cluster_size
+        self.tQgQ, self.tQsQ = self._partition(loads.q, kernel.loaded_rows(sQ), kernel.q_rows, kernel.head_dim, 1)
         if kernel.is_paged:
-            self.tKgK, self.tKsK = self._partition_pages(tma_k, mK, sK, kernel.head_dim)
-            self.tVgV, self.tVsV = self._partition_pages(tma_v, mV, sV, kernel.head_dim_v)
+            self.tKgK, self.tKsK = self._partition_pages(loads.k, sK, kernel.head_dim)
+            self.tVgV, self.tVsV = self._partition_pages(loads.v, sV, kernel.head_dim_v)
             self.everyone = None
-            self.boxes = BoxLocations(pages, mK.shape[3], kernel.box_rows, rows // kernel.box_rows)
+            self.boxes = BoxLocations(pages, self.mK.shape[3], kernel.box_rows, rows // kernel.box_rows)
             return
-        self.tKgK, self.tKsK = self._partition(tma_k, mK, sK, rows, kernel.head_dim, clusters)
+        self.tKgK, self.tKsK = self._partition(loads.k, sK, rows, kernel.head_dim, clusters)
         if kernel.loads_keys_last:  # V transposed: (head_dim_v, seqlen, ..)
-            self.tVgV, self.tVsV = self._partition(tma_v, mV, sV, kernel.head_dim_v, rows, clusters, along=1)
+            self.tVgV, self.tVsV = self._partition(loads.v, sV, kernel.head_dim_v, rows, clusters, along=1)
         else:
-            self.tVgV, self.tVsV = self._partition(tma_v, mV, sV, rows, kernel.head_dim_v, clusters)
+            self.tVgV, self.tVsV = self._partition(loads.v, sV, rows, kernel.head_dim_v, clusters)
         self.everyone = None if clusters == 1 else cutlass.Int16(2**clusters - 1)
 
-    def _partition(self, tma_atom, m, s, rows: int, columns: int, cluster_size: int, along: int = 0):
+    def _partition(self, load: tuple, s, rows: int, columns: int, cluster_size: int, along: int = 0):
         """Both ends of a TMA copy.
 
         They are (tile bytes, block, head, batch) in global memory, a list with a tensor for each float16 half (one
         tensor without halves), and (tile bytes, buffer) in shared memory. With a cluster, they cover this thread
         block's share of the tile.
 
-        Args: along: the mode of m that is cut into blocks.
+        Args: load: a field of `Loads`. along: the mode of its tensor that is cut into blocks.
         """
+        tma_atom, m = load
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if cluster_size > 1 else 0
         sources, buffers = [], None
         for half in range(self.kernel.num_halves):
@@ -66,13 +68,14 @@ class Producer(Untraced):
             sources.append(source)
         return sources, buffers
 
-    def _partition_pages(self, tma_atom, m, s, columns: int):
+    def _partition_pages(self, load: tuple, s, columns: int):
         """Both ends of a TMA copy of a box.
 
         They are (box bytes, box, head, page) in global memory and (box bytes, box, buffer) in shared memory.
 
-        Args: m: (page_size, .., pages).
+        Args: load: a field of `Loads`, whose tensor is (page_size, .., pages).
         """
+        tma_atom, m = load
         rows = self.kernel.box_rows
         boxes = cute.make_tensor(s.iterator, row_boxes(s.layout, rows))
         g = cute.local_tile(m, (rows, columns), (None, 0, None, None))

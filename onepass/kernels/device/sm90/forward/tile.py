@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass.cute as cute
 from cutlass import Int32, pipeline
 
 from .....geometry.block_range import KeyBlocks
@@ -35,6 +36,14 @@ class Tile(NamedTuple):
 
     def with_blocks(self, blocks: KeyBlocks) -> Tile:
         return self._replace(**blocks._asdict())
+
+
+class Loads(NamedTuple):
+    """For each tensor that TMA loads its atom, and its coordinates (seqlen, head_dim or head_dim_v, heads, batch)."""
+
+    q: tuple[cute.CopyAtom, cute.Tensor]
+    k: tuple[cute.CopyAtom, cute.Tensor]
+    v: tuple[cute.CopyAtom, cute.Tensor]
 
 
 class Pipes(NamedTuple):

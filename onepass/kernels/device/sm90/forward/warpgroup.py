@@ -123,7 +123,7 @@ class Warpgroup(WarpgroupScores):
                 pairs = None
                 if cutlass.const_expr(self.modifiers is not None):
                     pairs = self.modifiers.pairs_of_query(self.place(tile), position)
-                row = (mQ[position, None], mK, mV, mO[position, None], low, high, *scales, row_max, weight)
+                row = (mQ[position, None], mK, mV, mO[position, None], low, high, scales, row_max, weight)
                 if cutlass.const_expr(self.kernel.converts):
                     signs = None
                     if cutlass.const_expr(self.cache_descales is not None):

@@ -1,4 +1,4 @@
-"""flash-attn 3's calls over a key/value cache."""
+"""flash-attn's calls over a key/value cache, those of versions 2 and 3."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.decode import autocast_rows
-from ...errors import REFUSALS, renamed
-from ...validation import tensors
-from .. import conventions
-from ..cache_update import check_rotary, is_on_host
-from ..cached import NO_EXTRAS, Cache, Extras, append_and_attend, lengths_of, refuse_beyond_pages, table_of_entries
-from ..quantization import check_descales, score_descale
+from ..api.decode import autocast_rows
+from ..errors import REFUSALS, renamed
+from ..validation import tensors
+from . import conventions
+from .cache_update import check_rotary, is_on_host
+from .cached import NO_EXTRAS, Cache, Extras, append_and_attend, lengths_of, refuse_beyond_pages, table_of_entries
+from .quantization import check_descales, score_descale
 
 E4M3 = torch.float8_e4m3fn
 # name of an argument in messages of onepass -> its name in flash-attn
@@ -40,6 +40,8 @@ def over_cache(
     num_splits: Any,
     options: dict[str, Any],
     seqused_q: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    is_version_2: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call over a cache. If an input requires a gradient, a backward through them raises.
 
@@ -47,6 +49,8 @@ def over_cache(
         seqused_q: (batch,) int32: only the first queries of each batch entry exist; out of all others is 0.
         rotary: rotary_cos, rotary_sin, rotary_seqlens and rotary_interleaved.
         descales: q_descale, k_descale and v_descale. options: of `onepass.attention`.
+        is_version_2: whether the conventions are those of flash-attn 2: the table is block_table, its lengths are read
+            from a GPU, too, and k_descale and v_descale are what `onepass.attention_decode` takes.
         All others: as for `flash_attn_with_kvcache`.
     """
     chunk = conventions.check_chunk(attention_chunk) or None
@@ -72,21 +76,23 @@ def over_cache(
     _check_rotary_seqlens(rotary, batch, q.device)
     _check_new(q, k_cache, v_cache, k, v, batch, cache_seqlens, cu_seqlens_k_new)
     table = table_of_entries(batch, q.device, k_cache, page_table, cache_batch_idx, k)
-    k_descale, v_descale = _cache_descales(q, k_cache, descales, batch)
+    k_descale, v_descale = descales[1:] if is_version_2 else _cache_descales(q, k_cache, descales, batch)
     cache = Cache(k_cache, v_cache, table, k_descale, v_descale)
     seqlen_new = 0 if k is None or cu_seqlens_k_new is not None else k.shape[1]
-    table_name = None if page_table is None else "page_table"
+    table_name = None if page_table is None else "block_table" if is_version_2 else "page_table"
     lengths = lengths_of(cache_seqlens, batch, q.device, cache.capacity, seqlen_new, table=table_name)
-    if table_name is not None and cu_seqlens_k_new is not None:
-        refuse_beyond_pages("cache_seqlens", table_name, lengths, cache.capacity, cu_seqlens_k_new.diff())
+    if table_name is not None and (is_version_2 or cu_seqlens_k_new is not None):
+        new = seqlen_new if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
+        refuse_beyond_pages("cache_seqlens", table_name, lengths, cache.capacity, new, waits=is_version_2)
     cos, sin, rotary_seqlens, interleaved = rotary
     if cos is sin is None:
         rotary_seqlens = None
     starts = lengths if rotary_seqlens is None or rotary_seqlens is cache_seqlens else rotary_seqlens
+    has_extras = not (chunk is cache_leftpad is alibi_slopes is None)
     try:
         turned = check_rotary(cos, sin, starts, interleaved, q, k is not None)
         return append_and_attend(
-            q.bfloat16() if q.dtype == E4M3 else q,
+            q.bfloat16() if q.dtype == E4M3 and not is_version_2 else q,
             cache,
             lengths,
             None if k is None or v is None else (k, v),
@@ -96,7 +102,7 @@ def over_cache(
             seqused_q=seqused_q,
             max_seqlen_q=max_seqlen_q,
             num_splits=num_splits,
-            extras=Extras(starts=cache_leftpad, chunk=chunk) if chunk or cache_leftpad is not None else NO_EXTRAS,
+            extras=Extras(cache_leftpad, chunk, alibi_slopes) if has_extras else NO_EXTRAS,
             **options,
         )
     except REFUSALS as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..quantization.layout import keys_first
-from ..validation.fp8 import QuantizedQKV
+from onepass.quantization.layout import keys_first
+from onepass.validation.fp8 import QuantizedQKV
 
 NAN_CODE = 0x7F
 # Sums in another order, whose last bits tensor cores truncate, differ by up to about 2^-18 of the largest term. So do

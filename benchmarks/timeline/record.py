@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...dispatch import attention as dispatch
-from ...errors import UnsupportedError
-from ...kernels.compiler import compile
-from ...kernels.config import HOPPER
-from ...problem import AttentionInputs, AttentionProblem
-from ..ablation import FULL, kernels, problem_of
-from ..cases import Case
+from onepass.bench.ablation import FULL, kernels, problem_of
+from onepass.bench.cases import Case
+from onepass.dispatch import attention as dispatch
+from onepass.errors import UnsupportedError
+from onepass.kernels.compiler import compile
+from onepass.kernels.config import HOPPER
+from onepass.problem import AttentionInputs, AttentionProblem
+
 from .acts import ROLES, STAMPS_PER_ROLE, Role, roles_of
 
 # rows of the ablation whose timelines differ to the eye
@@ -143,7 +144,7 @@ def compile_stamped(request: compile.CompileRequest, address: int) -> Callable:
 
 
 def _launches(problem: AttentionProblem, config: Any, inputs: AttentionInputs, stamps: torch.Tensor) -> tuple:
-    from ...kernels.launch import forward_sm90 as launch
+    from onepass.kernels.launch import forward_sm90 as launch
 
     plain = launch.prepare(problem, inputs.q.device, config)
     assert isinstance(plain, launch.Launch)
@@ -153,8 +154,8 @@ def _launches(problem: AttentionProblem, config: Any, inputs: AttentionInputs, s
 
 
 def _backward_launches(problem: AttentionProblem, config: Any, inputs: AttentionInputs, stamps: torch.Tensor) -> tuple:
-    from ...kernels.launch import backward_sm90 as launch
-    from ...kernels.launch import forward_sm90
+    from onepass.kernels.launch import backward_sm90 as launch
+    from onepass.kernels.launch import forward_sm90
 
     out, lse = forward_sm90.forward(problem, inputs)
     dout = torch.randn_like(out)

@@ -18,13 +18,14 @@ from unittest import mock
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from ...geometry.integers import select
-from ...kernels.device.sm90.backward import kernel as backward_kernel
-from ...kernels.device.sm90.backward.consumer import BackwardConsumer
-from ...kernels.device.sm90.backward.producer import BackwardProducer
-from ...kernels.device.sm90.forward import kernel as forward_kernel
-from ...kernels.device.sm90.forward.consumer import Consumer
-from ...kernels.device.sm90.forward.producer import Producer
+from onepass.geometry.integers import select
+from onepass.kernels.device.sm90.backward import kernel as backward_kernel
+from onepass.kernels.device.sm90.backward.consumer import BackwardConsumer
+from onepass.kernels.device.sm90.backward.producer import BackwardProducer
+from onepass.kernels.device.sm90.forward import kernel as forward_kernel
+from onepass.kernels.device.sm90.forward.consumer import Consumer
+from onepass.kernels.device.sm90.forward.producer import Producer
+
 from .acts import ACTS, GLOBAL_TIME, STAMPS_PER_ROLE
 
 WARPGROUP = 128

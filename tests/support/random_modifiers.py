@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 NAMES = ("seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias", "dropout_p")
-WITH_GRADIENT = ("alibi_slopes", "bias")
 
 
 def random_modifiers(

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from random_calls import edges_of, heads_or_none, some_side_negative
+from random_modifiers import NAMES, random_modifiers, with_layout_on
 from torch import Tensor
 
 import onepass
-
-from .. import reference
-from .budget import Comparison, compare, compare_lse
-from .inputs import edges_of, heads_or_none, some_side_negative
-from .modifiers import NAMES, random_modifiers, with_layout_on
-from .rounding import floor_of_out
+from onepass import reference
+from onepass.testing import Comparison, compare, compare_lse, floor_of_out
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0

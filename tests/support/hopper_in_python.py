@@ -1,0 +1,763 @@
+"""A Hopper kernel as Python: each warp is a thread, and one of them at a time takes a step, in random order.
+
+The modules of device code are loaded with the kernel language replaced by what is here: mbarriers, named barriers,
+circular buffers, copies that land late, GEMMs that read their operands until a wait covers them. Values are symbols: a
+buffer holds the name of what was copied to it, and a product the names of its operands.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import math
+import random
+import sys
+import threading
+from collections import defaultdict
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
+
+LANES, WARPS = 32, 4
+ON_ITS_WAY = "a copy on its way"
+DEVICE = "onepass.kernels.device"
+
+
+class Ended(BaseException):
+    """Raised in a thread that has no more to do."""
+
+
+# ---------------------------------------------------------------- modules
+
+
+class _Language(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes modules of the kernel language whose contents are stand-ins."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("cutlass", "cuda"):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return ModuleType(spec.name)
+
+    def exec_module(self, module):
+        stand_ins = {"jit": lambda function: function, "kernel": lambda function: function, "Float32": float}
+        stand_ins |= dict.fromkeys(("Int32", "Int64", "Int16", "Boolean"), int)
+        module.__dict__.update(stand_ins if module.__name__ in ("cutlass", "cutlass.cute") else {})
+        module.__getattr__ = lambda name: MagicMock(name=name)
+
+
+def device_modules(name):
+    """Fresh modules of device code: the one with this name in `onepass.kernels.device`, and those that it imports."""
+
+    def is_replaced(name):
+        return name.split(".")[0] in ("cutlass", "cuda") or f"{name}.".startswith(f"{DEVICE}.")
+
+    language, parent = _Language(), importlib.import_module("onepass.kernels")
+    real = {name: sys.modules.pop(name) for name in list(sys.modules) if is_replaced(name)}
+    device = vars(parent).get("device")
+    sys.meta_path.insert(0, language)
+    try:
+        importlib.import_module(f"{DEVICE}.{name}")
+        return {name[len(DEVICE) + 1 :]: sys.modules[name] for name in sys.modules if name.startswith(f"{DEVICE}.")}
+    finally:
+        sys.meta_path.remove(language)
+        for name in [name for name in sys.modules if is_replaced(name)]:
+            del sys.modules[name]
+        sys.modules.update(real)
+        if device is not None:
+            parent.device = device
+
+
+# ---------------------------------------------------------------- memory and barriers
+
+
+class Pointer:
+    """A place in a list: words of global memory, or mbarriers that `block` has allocated under a number."""
+
+    def __init__(self, values, index=0, block=None, number=None):
+        self.values, self.index, self.block, self.number = values, index, block, number
+
+    def __add__(self, offset):
+        return Pointer(self.values, self.index + offset, self.block, self.number)
+
+    def at(self, block):
+        return Pointer(block.memory[self.number], self.index, block, self.number)
+
+    def toint(self):
+        return self
+
+    @property
+    def value(self):
+        return self.values[self.index]
+
+    @value.setter
+    def value(self, value):
+        self.values[self.index] = value
+
+
+class Words:
+    """A tensor of integers in global memory. Args: before: what they are at first."""
+
+    def __init__(self, values=None, first=0, before=0):
+        self.values, self.first = defaultdict(lambda: before) if values is None else values, first
+
+    @property
+    def iterator(self):
+        return Pointer(self.values, self.first)
+
+    def __setitem__(self, index, value):
+        self.values[self.first + index] = value
+
+
+class MBarrier:
+    def __init__(self, arrivals):
+        self.arrivals = self.pending = arrivals
+        self.missing, self.phase = 0, 0  # bytes
+
+    def arrive(self, num_bytes=0):
+        """One arrival. Args: num_bytes: what must be copied, too, before the phase is complete."""
+        self.pending -= 1
+        assert self.pending >= 0, "an arrival too many"
+        self.complete(-num_bytes)
+
+    def complete(self, num_bytes):
+        self.missing -= num_bytes
+        if self.pending == self.missing == 0:
+            self.pending, self.phase = self.arrivals, self.phase ^ 1
+
+
+class Rendezvous:
+    """A barrier that warps of a thread block, or of a cluster, arrive at."""
+
+    def __init__(self):
+        self.arrived, self.generation = set(), 0
+
+    def arrive(self, who, count):
+        assert who not in self.arrived, "a warp has arrived twice"
+        self.arrived.add(who)
+        if len(self.arrived) == count:
+            self.arrived, self.generation = set(), self.generation + 1
+
+
+class Buffer:
+    """Memory that is written in parts with the same content, and cleared in parts if this has garbage at its end."""
+
+    def __init__(self, tensor=None, index=()):
+        self.tensor, self.index = tensor, index
+        self.parts, self.readers, self.garbage = {}, 0, set()
+
+    def write(self, part, content, has_garbage=False):
+        assert not self.readers, f"{self.parts} is overwritten while it is read"
+        self.parts[part] = content
+        self.garbage = set(range(WARPS)) if has_garbage else set()
+
+    @property
+    def content(self):
+        assert len(set(self.parts.values())) == 1, f"parts of {self.parts}"
+        return next(iter(self.parts.values()))
+
+    def at(self, block):
+        return block.memory[self.tensor.number][self.index]
+
+    @property
+    def iterator(self):
+        return self
+
+    def __add__(self, offset):
+        return self
+
+
+class Shared:
+    """A tensor in shared memory. Indices that are numbers say which buffer."""
+
+    def __init__(self, number):
+        self.number, self.buffers = number, {}
+
+    def __getitem__(self, index):
+        index = tuple(i for i in (index if isinstance(index, tuple) else (index,)) if i is not None)
+        return self.buffers.setdefault(index, Buffer(self, index))
+
+    def __setitem__(self, index, value):
+        self[index].write(0, value)
+
+    iterator = property(lambda self: self)
+
+    def toint(self):
+        return self
+
+    def __add__(self, offset):
+        return self
+
+
+class Part:
+    """A part of buffers as an operand: its coordinates join the content."""
+
+    def __init__(self, tensor, coordinates):
+        self.tensor, self.coordinates = tensor, coordinates
+
+    def __getitem__(self, index):
+        *_, number = index
+        row, _, fixed = self.coordinates
+        if fixed is None:
+            return Operand(self.tensor[number,], row)
+        return Operand(self.tensor[fixed,], number)
+
+
+class Operand:
+    def __init__(self, buffer, coordinate):
+        self.buffer, self.coordinate = buffer, coordinate
+
+    @property
+    def content(self):
+        return (*self.buffer.content, self.coordinate)
+
+
+class Registers:
+    """Registers of a warp with one value each, which GEMMs may be about to read or to write."""
+
+    def __init__(self, count):
+        self.values, self.readers, self.writers = [None] * count, 0, 0
+
+    def __getitem__(self, i):
+        assert not self.writers, "read before its GEMM has ended"
+        return self.values[i]
+
+    def __setitem__(self, i, value):
+        assert not self.writers + self.readers, "overwritten during a GEMM"
+        self.values[i] = value
+
+    def fill(self, value):
+        for i in range(len(self.values)):
+            self[i] = value
+
+    @property
+    def content(self):
+        values = {self[i] for i in range(len(self.values))}
+        assert len(values) == 1, values
+        return values.pop()
+
+
+# ---------------------------------------------------------------- threads
+
+
+class Process:
+    """A lane of a warp; without `machine.lanes` lane 0 stands for the warp."""
+
+    def __init__(self, machine, block, warp, lane, target):
+        self.machine, self.block, self.warp, self.lane, self.target = machine, block, warp, lane, target
+        self.condition, self.is_muted, self.gemms, self.seen, self.question = None, False, [], None, None
+        self.slowness = machine.random.choice((0, 0, 0, 0.8, 0.9))
+        self.allocations, self.found, self.turn, self.has_ended = 0, False, threading.Semaphore(0), False
+        threading.Thread(target=self.main, daemon=True).start()
+
+    def is_ready(self):
+        return self.condition is None or self.condition()
+
+    def main(self):
+        self.turn.acquire()
+        try:
+            self.target()
+        except Ended:
+            pass
+        except BaseException as error:
+            self.machine.error = self.machine.error or error
+        self.has_ended = True
+        self.machine.returned.release()
+
+
+class Block:
+    """A thread block: what its warps have allocated, in order, and its barriers."""
+
+    def __init__(self, index, rank, cluster):
+        self.index, self.rank, self.cluster = index, rank, cluster
+        self.memory, self.named, self.lanes = [], defaultdict(Rendezvous), defaultdict(Rendezvous)
+        self.running = 0  # warps
+        self.late = 0  # arrivals and copies at other thread blocks that have not landed
+        self.additions = 0  # to global memory that have not landed
+
+    def check(self):
+        assert self.running, "the thread block has not begun, or is gone"
+
+
+class Machine:
+    """A GPU with room for some thread blocks at a time."""
+
+    def __init__(self, seed):
+        self.random, self.processes, self.late, self.changes = random.Random(seed), [], [], 0
+        self.error, self.current, self.is_over, self.returned = None, None, False, threading.Semaphore(0)
+
+    # ---------------------------------------------------------------- scheduling
+
+    def pause(self, condition=None):
+        """Perhaps let others take steps, and at least until the condition holds."""
+        process = self.current
+        if condition is None and self.random.random() < 0.5:
+            return
+        process.condition = condition
+        self.returned.release()
+        process.turn.acquire()
+        if self.is_over:
+            raise Ended
+
+    def later(self, effect):
+        """Something that happens by itself at some time."""
+        self.late.append((effect, self.random.choice((0, 0.9, 0.99))))
+
+    def run(self):
+        misses = 0
+        try:
+            while self.processes or self.late:
+                i = int(self.random.random() * (len(self.processes) + len(self.late)))
+                if self.prompt is not None:
+                    i = next((j for j, p in enumerate(self.processes) if p.warp == self.prompt and p.is_ready()), i)
+                if i >= len(self.processes):
+                    effect, slowness = self.late[i - len(self.processes)]
+                    if self.random.random() < slowness:
+                        continue
+                    self.late.pop(i - len(self.processes))
+                    effect()
+                    self.changes, misses = self.changes + 1, 0
+                    continue
+                process = self.processes[i]
+                if not process.is_ready():
+                    misses += 1
+                    if misses > 200 and not self.late:
+                        assert any(p.is_ready() for p in self.processes), "deadlock"
+                        misses = 0
+                elif self.random.random() >= process.slowness:
+                    misses, process.condition, self.current = 0, None, process
+                    process.turn.release()
+                    self.returned.acquire()
+                    if self.error is not None:
+                        raise self.error
+                    if process.has_ended:
+                        self.processes[i] = self.processes[-1]
+                        self.processes.pop()
+        finally:
+            self.is_over = True
+            for process in self.processes:
+                if not process.has_ended:
+                    process.turn.release()
+
+    def launch(self, kernel, num_blocks, num_warps, cluster_size=1, lanes=None, room=None, prompt=None):
+        """Run a kernel.
+
+        Args:
+            lanes: of warps whose lanes part ways.
+            room: clusters that run at a time.
+            prompt: a warp that no other one overtakes.
+        """
+        self.prompt, self.num_blocks, self.num_warps, self.num_lanes = prompt, num_blocks, num_warps, lanes or {}
+        waiting = []
+        for first in range(0, num_blocks, cluster_size):
+            cluster = SimpleNamespace(blocks=[], barrier=Rendezvous())
+            cluster.blocks += [Block(first + rank, rank, cluster) for rank in range(cluster_size)]
+            waiting.append(cluster)
+
+        def start_one():
+            for block in waiting.pop(0).blocks:
+                self.later(lambda block=block: start(block))
+
+        def start(block):
+            block.running = num_warps
+            self.processes += [
+                Process(self, block, warp, lane, lambda block=block, lane=lane: run(block, lane))
+                for warp in range(num_warps)
+                for lane in range(self.num_lanes.get(warp, 1))
+            ]
+
+        def run(block, lane):
+            try:
+                kernel()
+            except Ended:  # the kernel's own exit, or the end of the run
+                if self.is_over:
+                    raise
+            if lane == 0:
+                block.running -= 1
+                if not any(b.running for b in block.cluster.blocks) and waiting:
+                    start_one()
+
+        for _ in range(min(len(waiting), room or len(waiting))):
+            start_one()
+        self.run()
+
+    # ---------------------------------------------------------------- what a warp does
+
+    def changed(self):
+        self.changes += 1
+        self.pause()
+
+    def allocate(self, make):
+        """What the thread block has allocated under this number of its allocations."""
+        process = self.current
+        memory, number = process.block.memory, process.allocations
+        process.allocations += 1
+        if number == len(memory):
+            memory.append(make(number))
+        return memory[number]
+
+    def barriers(self, dtype, count):
+        number = self.current.allocations
+        return Pointer(self.allocate(lambda number: [None] * count), 0, self.current.block, number)
+
+    def wait(self, barrier, parity):
+        self.pause(lambda: barrier.value.phase != parity)
+
+    def arrive(self, barrier, num_bytes=0):
+        if not self.current.is_muted:
+            barrier.value.arrive(num_bytes)
+            self.changed()
+
+    def remotely(self, block, effect):
+        """An effect on a thread block of the cluster."""
+        own = self.current.block
+        own.late += 1
+
+        def land():
+            block.check()
+            effect()
+            own.late -= 1
+
+        self.later(land)
+
+    def arrive_at(self, barrier, rank):
+        if not self.current.is_muted:
+            block = self.current.block.cluster.blocks[rank]
+            self.remotely(block, barrier.at(block).value.arrive)
+            self.pause()
+
+    @contextlib.contextmanager
+    def elect_one(self):
+        process = self.current
+        process.is_muted = process.lane != 0
+        yield
+        process.is_muted = False
+
+    def meet(self, barrier, who, count):
+        generation = barrier.generation
+        barrier.arrive(who, count)
+        self.changed()
+        if barrier.generation == generation:
+            self.pause(lambda: barrier.generation != generation)
+
+    def sync_warp(self):
+        process = self.current
+        if process.warp in self.num_lanes:
+            self.meet(process.block.lanes[process.warp], process.lane, self.num_lanes[process.warp])
+
+    def barrier(self, barrier_id=0, number_of_threads=None):
+        process, warps = self.current, self.num_warps if number_of_threads is None else number_of_threads // LANES
+        if process.lane == 0:
+            self.meet(process.block.named[barrier_id], process.warp, warps)
+        self.sync_warp()
+
+    def barrier_arrive(self, barrier_id, number_of_threads):
+        self.current.block.named[barrier_id].arrive(self.current.warp, number_of_threads // LANES)
+        self.changed()
+
+    def cluster_arrive(self):
+        process = self.current
+        self.sync_warp()
+        if process.lane == 0:
+            self.pause(lambda: not process.block.late)  # arrivals land before a later one at the cluster's barrier
+            cluster = process.block.cluster
+            process.generation = cluster.barrier.generation
+            cluster.barrier.arrive((process.block.rank, process.warp), len(cluster.blocks) * self.num_warps)
+            self.changed()
+
+    def cluster_wait(self):
+        process = self.current
+        if process.lane == 0:
+            self.pause(lambda: process.block.cluster.barrier.generation != process.generation)
+        self.sync_warp()
+
+    def fence(self):
+        """Wait until the thread block's additions to global memory have landed."""
+        block = self.current.block
+        self.pause(lambda: not block.additions)
+
+    def copy(self, atom, source, target, tma_bar_ptr=None, mbar_ptr=None, mcast_mask=None):
+        barrier = mbar_ptr if tma_bar_ptr is None else tma_bar_ptr
+        if barrier is None:  # between shared memory and registers: each warp has a part of the buffer
+            warp = self.current.warp % WARPS
+            if isinstance(target, Buffer):
+                target.write(warp, source.content)
+            else:
+                target.fill(source.parts[warp])
+            self.pause()
+            return
+        part, buffer = target if isinstance(target, tuple) else (0, target)
+        own = self.current.block
+        for block in own.cluster.blocks if mcast_mask else [own]:
+            there = buffer.at(block)
+            there.write(part, ON_ITS_WAY)
+            self.remotely(block, functools.partial(self.land, there, part, source, barrier.at(block)))
+        self.pause()
+
+    def land(self, buffer, part, source, barrier):
+        buffer.write(part, source.content, source.has_garbage)
+        barrier.value.complete(source.num_bytes)
+
+    def issue_sum(self, mma, acc, pairs, accumulate, steps=None, before_last=None):
+        """A group of GEMMs, which read their operands until a wait covers them."""
+        if before_last is not None:
+            before_last()
+        operands = [getattr(operand, "buffer", operand) for pair in pairs for operand in pair]
+        products = tuple(tuple(operand.content for operand in pair) for pair in pairs)
+        for operand in operands:
+            assert not getattr(operand, "garbage", ()) or mma == "s", "garbage"  # which S masks
+            operand.readers += 1
+        before = acc.values[0] or () if accumulate else ()
+        acc.values[:] = [before + products] * len(acc.values)
+        acc.writers += 1
+        self.current.gemms.append((acc, operands))
+        self.pause()
+
+    def wait_group(self, most):
+        gemms = self.current.gemms
+        while len(gemms) > most:
+            acc, operands = gemms.pop(0)
+            acc.writers -= 1
+            for operand in operands:
+                operand.readers -= 1
+        self.pause()
+
+    def look_at(self, word):
+        """The value of a word; a warp that looks at it again does so when something has changed."""
+        process = self.current
+        lanes = self.lanes_of(process)
+        self.pause(lambda: process.seen != (word.index, self.changes) or any(lane.question for lane in lanes))
+        process.seen = word.index, self.changes
+        return word.value
+
+    def lanes_of(self, process):
+        return [p for p in self.processes if (p.block, p.warp) == (process.block, process.warp)]
+
+    def is_phase_over(self, barrier, parity):
+        """What all lanes of a warp ask at the same time, but for those that wait for the others."""
+        process = self.current
+        lanes = self.lanes_of(process)
+        process.question, process.answer = (barrier, parity), None
+
+        def is_answered():
+            waiting = process.block.lanes[process.warp].arrived
+            if process.answer is None and all(p.question or p.lane in waiting for p in lanes):
+                for lane in (p for p in lanes if p.question):
+                    (asked, of_lane), lane.question = lane.question, None
+                    lane.answer = int(asked.value.phase != of_lane)
+            return process.answer is not None
+
+        self.pause(is_answered)
+        return process.answer
+
+    def draw(self, word):
+        value = word.value
+        word.value += 1
+        self.changed()
+        return value
+
+    def publish(self, word, value):
+        word.value = value
+        self.changed()
+
+    def wait_while_zero(self, word):
+        self.pause(lambda: word.value)
+        return word.value
+
+    def send_word(self, target, value, barrier, rank):
+        block = self.current.block.cluster.blocks[rank]
+
+        def land():
+            block.memory[target.number][0].write(0, value)
+            barrier.at(block).value.arrive()
+
+        self.remotely(block, land)
+        self.pause()
+
+
+class State:
+    """The state of a circular buffer."""
+
+    def __init__(self, stages, phase, index=0):
+        self.stages, self.phase, self.index = stages, phase, index
+
+    def advance(self):
+        self.index = (self.index + 1) % self.stages
+        self.phase ^= self.index == 0
+
+    def clone(self):
+        return State(self.stages, self.phase, self.index)
+
+
+class Pipe:
+    """A circular buffer like PipelineTmaAsync."""
+
+    def __init__(self, machine, num_stages, consumer_group, tx_count, cluster_size, barrier_storage):
+        self.machine, self.stages, self.num_bytes, self.cluster_size = machine, num_stages, tx_count, cluster_size
+        self.full, self.empty = barrier_storage, barrier_storage + num_stages
+        for i in range(num_stages):
+            for first, arrivals in ((self.full, 1), (self.empty, consumer_group)):
+                if (first + i).value is None:
+                    (first + i).value = MBarrier(arrivals)
+
+    def producer_acquire(self, state):
+        self.machine.wait(self.empty + state.index, state.phase)
+        self.machine.arrive(self.full + state.index, self.num_bytes)
+
+    def producer_get_barrier(self, state):
+        return self.full + state.index
+
+    def producer_tail(self, state):
+        for _ in range(self.stages):
+            self.machine.wait(self.empty + state.index, state.phase)
+            state.advance()
+
+    def consumer_wait(self, state):
+        self.machine.wait(self.full + state.index, state.phase)
+
+    def consumer_release(self, state):
+        if self.cluster_size == 1:
+            self.machine.arrive(self.empty + state.index)
+        else:
+            for rank in range(self.cluster_size):
+                self.machine.arrive_at(self.empty + state.index, rank)
+
+
+# ---------------------------------------------------------------- the kernel language
+
+
+def warps_range(*bounds, unroll=None):
+    """A loop; its warp's lanes share one that goes by LANES."""
+    return range(*bounds[:2]) if bounds[2:] == (LANES,) else range(*bounds)
+
+
+def size(value, mode=None):
+    if isinstance(value, tuple):
+        return math.prod(value)
+    return len(value.values) if isinstance(value, Registers) else value if isinstance(value, int) else 64
+
+
+class Divisor(int):
+    divisor = property(int)
+
+
+class Slices(str):
+    """A tiled GEMM or copy, and the thread's slice of it: an operand is the tensor that it is made from."""
+
+    def get_slice(self, thread):
+        return self
+
+    def retile(self, t):
+        return t
+
+    partition_A = partition_B = partition_S = partition_D = make_fragment_A = make_fragment_B = retile
+
+    def partition_shape_C(self, shape):
+        return 4
+
+
+def language(machine):
+    """The names of the kernel language, and of our single instructions, with their stand-ins."""
+    here = machine
+    arch = MagicMock()
+    stand_ins = {
+        "warp_idx": lambda: here.current.warp,
+        "lane_idx": lambda: here.current.lane,
+        "thread_idx": lambda: (here.current.warp * LANES + here.current.lane, 0, 0),
+        "block_idx": lambda: (here.current.block.index, 0, 0),
+        "grid_dim": lambda: (here.num_blocks, 1, 1),
+        "block_idx_in_cluster": lambda: here.current.block.rank,
+        "make_warp_uniform": lambda value: value.content if isinstance(value, Buffer) else value,
+        "vote_any_sync": bool,
+        "elect_one": here.elect_one,
+        "sync_warp": here.sync_warp,
+        "sync_threads": here.barrier,
+        "barrier": here.barrier,
+        "barrier_arrive": here.barrier_arrive,
+        "cluster_arrive": here.cluster_arrive,
+        "cluster_wait": here.cluster_wait,
+        "mbarrier_init": lambda barrier, arrivals: setattr(barrier, "value", MBarrier(arrivals)),
+        "mbarrier_wait": here.wait,
+        "mbarrier_arrive": here.arrive,
+        "mbarrier_arrive_and_expect_tx": here.arrive,
+        "fence_acq_rel_gpu": here.fence,
+    }
+    for name, stand_in in stand_ins.items():
+        setattr(arch, name, stand_in)
+    cute = MagicMock()
+    cute.arch, cute.size, cute.copy, cute.FastDivmodDivisorV2 = arch, size, here.copy, Divisor
+    cute.make_rmem_tensor = lambda shape, dtype: Registers(size(shape) if isinstance(shape, tuple) else 4)
+    cute.autovec_copy = copy_registers
+    cute.make_tiled_copy_C = lambda *_: Slices("copy")
+    cute.ceil_div = lambda a, b: -(-a // b)
+    cute.domain_offset = lambda offset, t: Words(t.values, offset[0]) if isinstance(t, Words) else t
+    cute.recast_tensor = lambda t, dtype: t
+    cute.make_ptr = lambda dtype, address, space, assumed_align: address
+    cutlass = SimpleNamespace(const_expr=lambda value: value, range_constexpr=range, range=warps_range)
+    cutlass.Int64, cutlass.Int8, cutlass.Int16 = int, int, int
+
+    def create(num_stages, producer_group, consumer_group, tx_count, cta_layout_vmnk, barrier_storage, defer_sync):
+        return Pipe(here, num_stages, consumer_group, tx_count, cta_layout_vmnk[1], barrier_storage)
+
+    pipeline = SimpleNamespace(
+        PipelineTmaAsync=SimpleNamespace(create=create),
+        Agent=MagicMock(),
+        CooperativeGroup=lambda thread, count=1: count,
+        PipelineUserType=SimpleNamespace(Producer=1, Consumer=0),
+        make_pipeline_state=lambda phase, stages: State(stages, phase),
+    )
+    smem = SimpleNamespace(allocate_array=here.barriers, allocate_tensor=lambda *_: here.allocate(Shared))
+    return {
+        "cute": cute,
+        "cutlass": cutlass,
+        "pipeline": pipeline,
+        "SmemAllocator": lambda: smem,
+        "warpgroup": SimpleNamespace(wait_group=here.wait_group),
+        "warp": SimpleNamespace(broadcast=lambda value, lane: value, **{n: MagicMock() for n in _MATRICES}),
+        "wgmma": SimpleNamespace(issue_sum=here.issue_sum, issue=issue_of(here)),
+        "look_at": here.look_at,
+        "is_phase_over": here.is_phase_over,
+        "increment": here.draw,
+        "draw": here.draw,
+        "publish": here.publish,
+        "wait_while_zero": here.wait_while_zero,
+        "wait_until_equal": lambda word, value, seen: here.pause(lambda: word.value == value),
+        "arrive_at": here.arrive_at,
+        "arrive_at_first": lambda barrier, count, lane: [here.arrive_at(barrier, rank) for rank in range(count)],
+        "send_word": here.send_word,
+        "add_here": lambda a, b: a,
+        "copy_of": lambda value: value,
+        "order_after_words": lambda words: None,
+        "transposed": lambda t: t,
+        "as_operand_a": lambda t: t,
+        "exit_if": exit_if,
+    }
+
+
+_MATRICES = "StMatrix8x8x16bOp", "LdMatrix8x8x16bOp"
+
+
+def issue_of(machine):
+    return lambda mma, acc, a, b, *options, **more: machine.issue_sum(mma, acc, [(a, b)], *options, **more)
+
+
+def copy_registers(source, target):
+    if isinstance(target, Buffer):
+        target.write(0, source.content)
+    else:
+        target.fill(source.content)
+
+
+def exit_if(condition):
+    if condition:
+        raise Ended
+
+
+def replace(modules, stand_ins):
+    """Give modules stand-ins for the names that they have."""
+    for module in modules.values():
+        for name, stand_in in stand_ins.items():
+            if name in vars(module):
+                setattr(module, name, stand_in)
