@@ -57,7 +57,7 @@ class Steps(NamedTuple):
         options, quantization = self._options(), self.problem.quantization
         if quantization is not None:
             return OPERATORS.attention_quantized(*fp8_ops.arguments_of(self.inputs, quantization, options))
-        arguments = ops.arguments_of(self.inputs, self.problem.dropout_p, options)
+        arguments = ops.arguments_of(self.inputs, self.problem, options)
         if self.fp8_backend is not None:
             backend = choice.backend_argument(self.fp8_backend, self.requested)
             return OPERATORS.attention_fp8(*arguments, backend, self.returns_lse)
@@ -80,7 +80,7 @@ class Steps(NamedTuple):
             dout, out: in the shape of the forward's out. lse, dlse: in the shape of the forward's lse. out and lse may
                 belong to attention over more keys than the call has; the call computes a partial of it.
         """
-        arguments = ops.arguments_of(self.inputs, self.problem.dropout_p, self._options())
+        arguments = ops.arguments_of(self.inputs, self.problem, self._options())
         results = dout, dlse, out, lse.contiguous()
         if self.inputs.modifiers is not None:
             return OPERATORS.attention_modified_backward(*results, True, True, *arguments)[:4]

@@ -45,7 +45,8 @@ class Options(NamedTuple):
 
 
 NUM_INPUTS = AttentionInputs._fields.index("modifiers")
-NUM_MODIFIERS, NUM_OPTIONS = len(Modifiers._fields), len(Options._fields)
+NUM_OPTIONS = len(Options._fields)
+_NUM_TENSORS = NUM_INPUTS + len(Modifiers._fields)
 INPUTS, OPTIONS = schema.arguments(AttentionInputs, NUM_INPUTS), schema.arguments(Options)
 MODIFIED_INPUTS = f"{INPUTS}, {schema.arguments(Modifiers)}"
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
@@ -103,21 +104,20 @@ def options_of(problem: AttentionProblem, backend: str, tuning: LaunchConfig | N
     )
 
 
-def arguments_of(inputs: AttentionInputs, dropout_p: float, options: Options) -> tuple:
+def arguments_of(inputs: AttentionInputs, problem: AttentionProblem, options: Options) -> tuple:
     """The arguments of the forward, of the operator with modifiers if there are any."""
     if inputs.modifiers is None:
         return (*inputs[:NUM_INPUTS], *options)
-    return (*inputs[:NUM_INPUTS], *inputs.modifiers, dropout_p, *options)
+    return (*inputs[:NUM_INPUTS], *inputs.modifiers, problem.dropout_p, *options)
 
 
 def _unpacked(args: tuple) -> tuple[AttentionInputs, AttentionProblem, Options]:
     """The tensors, the problem and the options of a forward, with or without modifiers."""
-    options = Options(*args[-NUM_OPTIONS:])
-    if len(args) == NUM_INPUTS + NUM_OPTIONS:
-        inputs = AttentionInputs(*args[:NUM_INPUTS])
+    if len(args) <= NUM_INPUTS + NUM_OPTIONS:
+        inputs, options = AttentionInputs(*args[:NUM_INPUTS]), Options(*args[NUM_INPUTS:])
         return inputs, problem_of(inputs, options), options
-    *tensors, dropout_p = args[:-NUM_OPTIONS]
-    inputs = AttentionInputs._make((*tensors[:NUM_INPUTS], Modifiers(*tensors[NUM_INPUTS:]), None))
+    modifiers, (dropout_p, *given) = args[NUM_INPUTS:_NUM_TENSORS], args[_NUM_TENSORS:]
+    inputs, options = AttentionInputs._make((*args[:NUM_INPUTS], Modifiers(*modifiers), None)), Options(*given)
     return inputs, problem_of(inputs, options, dropout_p=dropout_p), options
 
 
@@ -194,7 +194,7 @@ def _modified_backward_fake(
 def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     has_modifiers = len(inputs) > NUM_INPUTS + NUM_OPTIONS
-    count = NUM_INPUTS + NUM_MODIFIERS if has_modifiers else NUM_INPUTS
+    count = _NUM_TENSORS if has_modifiers else NUM_INPUTS
     ctx.save_for_backward(*output, *inputs[:count])
     ctx.options = inputs[count:]
     if has_modifiers:

@@ -42,7 +42,7 @@ class Options(NamedTuple):
     backend: str
 
 
-_NUM_OPTIONS, _NUM_TENSORS = len(Options._fields), len(TENSORS)
+_NUM_TENSORS = len(TENSORS)
 # tensor arguments have the order of `DecodeInputs`
 _TENSORS = schema.arguments(DecodeInputs, _NUM_TENSORS)
 _BEFORE_NEW, _, _ = _TENSORS.partition(", Tensor? k_new")
@@ -82,10 +82,10 @@ def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Ten
     return operator(*given[:-2], *modifiers, *options)
 
 
-def _unpacked(args: tuple) -> tuple[DecodeInputs, DecodeProblem, Options]:
-    """The tensors, the problem and the options of an operator, with or without new keys and modifiers."""
-    options, tensors = Options(*args[-_NUM_OPTIONS:]), args[:-_NUM_OPTIONS]
-    if len(tensors) <= _NUM_TENSORS:
+def _unpacked(args: tuple, count: int) -> tuple[DecodeInputs, DecodeProblem, Options]:
+    """The tensors, the problem and the options of an operator. Args: count: the number of its tensors."""
+    tensors, options = args[:count], Options(*args[count:])
+    if count <= _NUM_TENSORS:
         inputs = DecodeInputs(*tensors)
     else:
         inputs = DecodeInputs(*tensors[: -len(MODIFIERS)]).with_modifiers(tensors[-len(MODIFIERS) :])
@@ -104,37 +104,41 @@ def _unpacked(args: tuple) -> tuple[DecodeInputs, DecodeProblem, Options]:
     return inputs, problem, options
 
 
-def _run(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, problem, options = _unpacked(args)
-    if inputs.seqlen_new:
-        # validation could not do it if torch.compile traced the call, because traced tensors have no addresses
-        refuse_overlaps(inputs)
-    with without_autocast(inputs.q.device.type):
-        backend = dispatch.decode_backend_at_run(options.backend, problem, inputs.q.device)
-        return dispatch.load_decode(backend, inputs.q.device)(problem, inputs)
+def _register(name: str, count: int) -> None:
+    """Give an operator its implementation, its fake, its refusal of vmap, and its FLOPs. Args: see `_unpacked`."""
 
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        inputs, problem, options = _unpacked(args, count)
+        if inputs.seqlen_new:
+            # validation could not do it if torch.compile traced the call, because traced tensors have no addresses
+            refuse_overlaps(inputs)
+        with without_autocast(inputs.q.device.type):
+            backend = dispatch.decode_backend_at_run(options.backend, problem, inputs.q.device)
+            return dispatch.load_decode(backend, inputs.q.device)(problem, inputs)
 
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, problem, _ = _unpacked(args)
-    return empty_outputs(problem.attention, AttentionInputs(*inputs[:3]))
+    def fake(*args: Any) -> tuple[Tensor, Tensor]:
+        inputs, problem, _ = _unpacked(args, count)
+        return empty_outputs(problem.attention, AttentionInputs(*inputs[:3]))
+
+    def flops(*args: Any, out_val: Any = None) -> int:
+        """The FLOPs of both GEMMs over the pairs that the window leaves.
+
+        What else hides pairs is not looked at; appending, rotating and merging splits count as none.
+        """
+        inputs, _, options = _unpacked(args, count)
+        pairs = visible_pairs_of_cache(inputs, options.window_left, options.window_right) * inputs.q.shape[-2]
+        return 2 * pairs * (inputs.q.shape[-1] + inputs.v_cache.shape[-1])
+
+    torch.library.impl(qualified(name), "default")(run)
+    torch.library.register_fake(qualified(name))(fake)
+    torch.library.register_vmap(qualified(name), _refuse_vmap)
+    register_flop_formula(getattr(OPERATORS, name), get_raw=True)(flops)
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
     raise UnsupportedError("onepass: attention over a cache cannot run under torch.vmap: it already takes a batch")
 
 
-def _flops(*args: Any, out_val: Any = None) -> int:
-    """The FLOPs of both GEMMs over the pairs that the window leaves.
-
-    What else hides pairs is not looked at; appending, rotating and merging splits count as none.
-    """
-    inputs, _, options = _unpacked(args)
-    pairs = visible_pairs_of_cache(inputs, options.window_left, options.window_right) * inputs.q.shape[-2]
-    return 2 * pairs * (inputs.q.shape[-1] + inputs.v_cache.shape[-1])
-
-
-for _name in ("decode", "decode_append", "decode_modified", "decode_modified_append"):
-    torch.library.impl(qualified(_name), "default")(_run)
-    torch.library.register_fake(qualified(_name))(_fake)
-    torch.library.register_vmap(qualified(_name), _refuse_vmap)
-    register_flop_formula(getattr(OPERATORS, _name), get_raw=True)(_flops)
+for _name, _count in (("decode", _NUM_TENSORS), ("decode_modified", _NUM_TENSORS + len(MODIFIERS))):
+    _register(_name, _count - 2)  # without new keys and values
+    _register(f"{_name}_append", _count)
