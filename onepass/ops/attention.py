@@ -22,6 +22,7 @@ from ..geometry.visible_pairs import visible_pairs
 from ..kernels.config import LaunchConfig
 from ..namespace import OPERATORS, qualified
 from ..problem import AttentionInputs, AttentionProblem, Mask, Modifiers, Quantization
+from ..problem.arguments import TENSORS
 from ..problem.outputs import empty_gradients, empty_outputs
 from . import schema
 from .autocast import without_autocast
@@ -53,7 +54,9 @@ TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 _RESULTS = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
 _GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dsinks"
 # the places of the tensors that have a gradient, among those of `MODIFIED_INPUTS`
-_TERMS = tuple(NUM_INPUTS + Modifiers._fields.index(name) for name in ("alibi_slopes", "bias"))
+_TERMS = tuple(
+    NUM_INPUTS + i for i, name in enumerate(Modifiers._fields) if name in TENSORS and TENSORS[name].has_gradient
+)
 _PLACES = 0, 1, 2, 3, *_TERMS
 
 for _name, _signature in (

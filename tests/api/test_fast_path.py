@@ -194,6 +194,40 @@ def test_each_argument_reaches_the_checks(kind, is_packed, monkeypatch):
         assert {n: value for n, value in found.items() if n in options or value} == options
 
 
+OTHER_MODIFIERS = {
+    "seqstart_k": lambda t: 1 - t % 2,
+    "key_ranges": lambda t: t + torch.tensor([1, 0], dtype=INT32),
+    "q_positions": lambda t: t.flip(-1),
+    "alibi_slopes": lambda t: t.bfloat16() / 2,
+    "bias": lambda t: t.triu(),
+}
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", KINDS["modifiers"])
+def test_a_repeated_call_has_its_own_modifiers(name, is_packed, count_operator):
+    """The values of a modifier are those of each call, and each call with dropout draws bits of its own."""
+    function, rows, options = call_of_kind("modifiers", is_packed, causal=True)
+    options = {n: value for n, value in options.items() if n == name or n not in KINDS["modifiers"]}
+    value = options[name]
+    values = [value, value, value if name == "dropout_p" else OTHER_MODIFIERS[name](value)]
+
+    def outs():
+        torch.manual_seed(0)
+        return [function(*rows, **options | {name: other}) for other in values]
+
+    kept = outs()
+    assert count_operator == [1]
+    expected = []
+    torch.manual_seed(0)
+    for other in values:
+        fast_path.forget()
+        expected.append(function(*rows, **options | {name: other}))
+    for a, b in zip(kept, expected, strict=True):
+        same(a, b)
+    assert not torch.equal(kept[0], kept[-1])
+
+
 @pytest.mark.parametrize("layout", ["transposed", "slices"])
 def test_layout_is_that_of_each_call(layout, count_operator):
     """Strides are in no key: a second call with another layout has its own output layout."""
