@@ -98,7 +98,10 @@ def by_kernel(inputs: AttentionInputs, seed: int | None, keys_last: bool) -> lau
 
 def contenders(head_dim: int) -> list[Contender]:
     shape = BATCH, TOKENS // BATCH, HIDDEN // head_dim, head_dim
-    sets = [AttentionInputs(*(torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(3))) for _ in range(SETS)]
+    sets = []
+    for _ in range(SETS):
+        q, k, v = (torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(3))
+        sets.append(AttentionInputs(q, k, v))
     *stored, descales = by_kernel(sets[0], 0, True)(sets[0])
     whole = num_bytes(*sets[0][:3], *stored, *descales)
     rounded = [by_kernel(s, 0, False)(s)[2] for s in sets]

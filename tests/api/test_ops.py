@@ -295,17 +295,64 @@ def test_flops_are_counted():
     assert counter.get_total_flops() == pairs * (4 * 8 + 10 * 8)
 
 
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
+MODIFIERS = "Tensor? seqstart_k, Tensor? key_ranges, Tensor? q_positions, Tensor? alibi_slopes, Tensor? bias"
+SCORES = "float softmax_scale, SymInt? window_left, SymInt? window_right, float? softcap"
+OPTIONS = f"{SCORES}, bool deterministic, str backend, str? tuning"
+MODIFIED = f"{INPUTS}, {MODIFIERS}, Tensor? dropout_state, float dropout_p, {OPTIONS}"
+RESULTS = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
+GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dsinks"
+QUANTIZATION = "ScalarType out_dtype, SymInt? q_block, SymInt? kv_block, bool v_keys_last, bool exact_lse"
+DESCALES = "Tensor q_descale, Tensor k_descale, Tensor v_descale"
+CACHE = (
+    "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks, "
+    "Tensor? k_descale, Tensor? v_descale, Tensor? cu_seqlens_q"
+)
+DECODE_OPTIONS = (
+    f"{SCORES}, SymInt? num_splits, SymInt? split_size, bool rotary_interleaved, bool check_values, SymInt? kv_block, "
+    "SymInt? max_seqlen_q, str backend"
+)
+POSITIONS = "Tensor? rotary_positions_q, Tensor? rotary_positions_k"
+WRITTEN = f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {CACHE}, Tensor k_new, Tensor v_new"
+READ = f"Tensor q, Tensor k_cache, Tensor v_cache, {CACHE}"
+SCHEMAS = {
+    "attention_forward": (f"{INPUTS}, {OPTIONS}", "Tensor out, Tensor lse"),
+    "attention_backward": (f"{RESULTS}, {INPUTS}, {OPTIONS}", GRADIENTS),
+    "attention_modified_forward": (MODIFIED, "Tensor out, Tensor lse"),
+    "attention_modified_backward": (
+        f"{RESULTS}, bool constant_slopes, bool constant_bias, {MODIFIED}",
+        f"{GRADIENTS}, Tensor dslopes, Tensor dbias",
+    ),
+    "attention_fp8": (f"{INPUTS}, {OPTIONS}, str forward_backend, bool exact_lse", "Tensor out, Tensor lse"),
+    "attention_quantized": (f"{INPUTS}, {OPTIONS}, {DESCALES}, {QUANTIZATION}", "Tensor out, Tensor lse"),
+    "decode": (f"{READ}, {DECODE_OPTIONS}", "Tensor out, Tensor lse"),
+    "decode_append": (f"{WRITTEN}, {DECODE_OPTIONS}", "Tensor out, Tensor lse"),
+    "decode_modified": (f"{READ}, {MODIFIERS}, {POSITIONS}, {DECODE_OPTIONS}", "Tensor out, Tensor lse"),
+    "decode_modified_append": (f"{WRITTEN}, {MODIFIERS}, {POSITIONS}, {DECODE_OPTIONS}", "Tensor out, Tensor lse"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_programs_that_were_exported_still_load(name):
+    """A schema may get new arguments with defaults at its end, and nothing else."""
+    arguments, results = SCHEMAS[name]
+    exported = torch._C.parse_schema(f"onepass::{name}({arguments}) -> ({results})")
+    assert getattr(torch.ops.onepass, name).default._schema.is_backward_compatible_with(exported)
+
+
 def test_deterministic_follows_the_global_flag():
     q, k, v = qkv(1, 4)
     from onepass.validation.attention import check_attention
 
-    options = {"causal": False, "window": None, "softcap": None, "sinks": None, "softmax_scale": None}
-    options |= {"return_lse": False, "tuning": None}
-    assert not check_attention(q, k, v, **options, deterministic=None).deterministic
+    def is_deterministic(**options):
+        return check_attention(q, k, v, **options)[1].deterministic
+
+    assert not is_deterministic()
     torch.use_deterministic_algorithms(True)
     try:
-        assert check_attention(q, k, v, **options, deterministic=None).deterministic
-        assert not check_attention(q, k, v, **options, deterministic=False).deterministic
+        assert is_deterministic()
+        assert is_deterministic(deterministic=None)
+        assert not is_deterministic(deterministic=False)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -134,7 +134,7 @@ AREAS = (
                 ("tests/compat/test_flash_attn_private.py", "tests/compat/test_flash_attn_options.py"),
             ),
             Group(("onepass/validation/modifiers.py",), ("tests/validation/test_modifier_checks.py", *CHECKS)),
-            Group(("onepass/tiled/modifiers.py", "onepass/ops/modified.py"), MODIFIED),
+            Group(("onepass/tiled/modifiers.py",), MODIFIED),
             Group(
                 (
                     "onepass/dispatch/attention.py",

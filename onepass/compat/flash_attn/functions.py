@@ -46,9 +46,7 @@ def attend(
     try:
         dropout_p = check_real("dropout_p", dropout_p)
         if returns_probabilities and dropout_p > 0:
-            call = steps.prepare(
-                q, k, v, **options, **lengths, dropout_p=dropout_p, modifiers={"alibi_slopes": alibi_slopes}
-            )
+            call = steps.prepare(q, k, v, **options, **lengths, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
             out, lse = call.forward()
             return out, lse, probabilities.of_call(call, alibi_slopes, lengths)
         function = api.attention_varlen if lengths else api.attention
