@@ -198,26 +198,21 @@ def kernels(head_dims: list[int]) -> list[launch.Kernel | launch.LayoutKernel]:
 
 def requests(args: Args) -> list[CompileRequest]:
     arch = launch.arch_of(torch.device(DEVICE))
-    chosen = [kernel._replace(num_threads=args.threads) for kernel in kernels(args.head_dims)]
-    return [launch.compile_request(kernel, arch) for kernel in chosen]
+    return [launch.compile_request(kernel, arch) for kernel in kernels(args.head_dims)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     head_dims: dict[str, Any] = {"type": lambda text: [int(d) for d in text.split(",")], "default": [64, 128, 256]}
     parser.add_argument("--head-dims", **head_dims, help="comma-separated")
-    parser.add_argument("--threads", type=int, help="threads of a thread block; default: what quantize_fp8 chooses")
 
 
 def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    if args.threads:
-        launch.default_threads = lambda head_dim: args.threads
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
     facts = {
         "suite": "quantize",
         "tokens": TOKENS,
         "hidden": HIDDEN,
         "batch": BATCH,
-        "threads": args.threads,
         "copy_gb_s": copy_gb_s(),
         "tokens_of_calls": SHORT,
     }

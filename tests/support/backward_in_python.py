@@ -5,7 +5,6 @@ In the end each gradient has had its terms once.
 """
 
 import functools
-import inspect
 import itertools
 import random
 from collections import Counter, defaultdict
@@ -389,34 +388,32 @@ class Launch:
         )
         rows = found["sm90.backward.rows"]
         divisors = self.blocks_per_head, self.blocks_per_head * kernel.group, problem.num_heads_q
-        given = {
-            "mQ": q,
-            "mK": k,
-            "mV": v,
-            "mdO": Tensor("do", q.shape),
-            "mPeerK": Tensor("k", k.shape),
-            "rows": rows.RowTensors(q, q, None, None, q, None, None, None) if kernel.has_background_rows else None,
-            "progress": rows.Progress(
-                self.words, Words(self.words.values, 2), heads * batch, *(Divisor(n) for n in divisors)
-            ),
-            "accumulator": accumulator,
-            "lengths": lengths,
-            "window_left": problem.mask.window_left,
-            "window_right": problem.mask.window_right,
-            "modifier_tensors": None,
-            "schedule": schedule,
-            "counter": self.counter if config.dynamic_tiles else None,
-            "tiled_mmas": found["sm90.backward.inputs"].Mmas(*(Slices(name) for name in ("s", "dp", "dv", "dk", "dq"))),
-        }
-        arguments = {name: given.get(name, MagicMock()) for name in inspect.signature(kernel.kernel).parameters}
-        schedule = Packed(kernel, problem, self.lengths) if problem.is_packed else schedule
-        sequences = found["blocks.tiles.schedule"].Sequences(
-            problem.seqlen_q, problem.seqlen_k, problem.mask.window_left, problem.mask.window_right, lengths
+        loaded = k, v, q, Tensor("do", q.shape), Tensor("k", k.shape)
+        scores = found["blocks.tiles.schedule"].ScoreArguments(
+            None, None, problem.mask.window_left, problem.mask.window_right, None
         )
+        arguments = (
+            found["sm90.backward.kernel"].Loads(*((MagicMock(), t) for t in loaded)),
+            found["sm90.backward.kernel"].Tensors(
+                *(MagicMock(),) * 3,
+                rows.RowTensors(q, q, None, None, q, None, None, None) if kernel.has_background_rows else None,
+                rows.Progress(self.words, Words(self.words.values, 2), heads * batch, *(Divisor(n) for n in divisors)),
+                MagicMock(),
+                accumulator,
+            ),
+            lengths,
+            scores,
+            schedule,
+            self.counter if config.dynamic_tiles else None,
+            found["sm90.backward.inputs"].Mmas(*(Slices(name) for name in ("s", "dp", "dv", "dk", "dq"))),
+            MagicMock(),  # layouts
+        )
+        schedule = Packed(kernel, problem, self.lengths) if problem.is_packed else schedule
+        sequences = scores.sequences(problem.seqlen_q, problem.seqlen_k, lengths)
         num_clusters = rng.randint(1, max(1, min(4, schedule.num_tiles)))
         lanes = {KEEPER_WARP: 2 * config.num_warpgroups} if kernel.is_deterministic else None
         machine.launch(
-            functools.partial(kernel.kernel, **arguments),
+            functools.partial(kernel.kernel, *arguments),
             num_clusters * config.tile_blocks,
             config.num_threads // 32,
             config.tile_blocks,

@@ -30,6 +30,10 @@ class Ended(BaseException):
 # ---------------------------------------------------------------- modules
 
 
+def _undecorated(function=None, **_options):
+    return _undecorated if function is None else function
+
+
 class _Language(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes modules of the kernel language whose contents are stand-ins."""
 
@@ -42,7 +46,7 @@ class _Language(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return ModuleType(spec.name)
 
     def exec_module(self, module):
-        stand_ins = {"jit": lambda function: function, "kernel": lambda function: function, "Float32": float}
+        stand_ins = {"jit": _undecorated, "kernel": _undecorated, "Float32": float}
         stand_ins |= dict.fromkeys(("Int32", "Int64", "Int16", "Boolean"), int)
         module.__dict__.update(stand_ins if module.__name__ in ("cutlass", "cutlass.cute") else {})
         module.__getattr__ = lambda name: MagicMock(name=name)
