@@ -242,12 +242,9 @@ class Forward:
     # ---------------------------------------------------------------- what roles share
 
     def _kernel(self, box_rows, num_splits, options):
-        import cutlass
-
         module = self.modules["kernel"]
-        module.cutlass.Float8E4M3FN = cutlass.Float8E4M3FN
         options |= {"box_rows": box_rows, "is_split": num_splits > 1}
-        kernel = module.ForwardSm90(self.problem, self.config, cutlass.Float16, **options)
+        kernel = module.ForwardSm90(self.problem, self.config, "16 bits", **options)
         kernel.at_head = lambda t, m, head, origin: Head(t, head, origin)
 
         def keys_at_head(t, m, head, origin, along=0):

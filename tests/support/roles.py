@@ -334,6 +334,7 @@ def language(machine: Machine, **arch) -> dict:
     cutlass = SimpleNamespace(
         const_expr=lambda value: value, range_constexpr=range, range=lambda *bounds, unroll: range(*bounds)
     )
+    cutlass.Float8E4M3FN = "e4m3"
     users = SimpleNamespace(Producer=1, Consumer=0)
     pipeline = SimpleNamespace(
         PipelineState=State,
