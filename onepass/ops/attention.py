@@ -26,7 +26,7 @@ from ..problem.arguments import TENSORS
 from ..problem.outputs import empty_gradients, empty_outputs
 from . import schema
 from .autocast import without_autocast
-from .gradient_rule import is_recording, register_gradient
+from .gradient_rule import is_direct, is_recording, register_gradient
 
 
 class Options(NamedTuple):
@@ -209,11 +209,14 @@ def autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     gradients: list[Tensor | None] = [None] * (len(tensors) + len(ctx.options))
     if dout is None and dlse is None:
         return tuple(gradients)
+    goes_directly = is_direct(dout, dlse, out, *tensors[:3])
     if len(tensors) == NUM_INPUTS:
-        found = OPERATORS.attention_backward(dout, dlse, out, lse, *tensors, *ctx.options)
+        run = _backward if goes_directly else OPERATORS.attention_backward
+        found = run(dout, dlse, out, lse, *tensors, *ctx.options)
         gradients[:4] = found if tensors[3] is not None else (*found[:3], None)
         return tuple(gradients)
-    found = OPERATORS.attention_modified_backward(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options)
+    run = _modified_backward if goes_directly else OPERATORS.attention_modified_backward
+    found = run(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options)
     for place, gradient, is_constant in zip(_PLACES, found, (False,) * 4 + ctx.constant, strict=True):
         if tensors[place] is not None and not is_constant:
             gradients[place] = gradient

@@ -2,15 +2,18 @@
 
 import dataclasses
 import threading
+from typing import ClassVar
 
 import fresh_process
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass.dispatch import backends
+from onepass.ops import attention as ops
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.tiled import scratch
 
@@ -196,6 +199,32 @@ def test_a_second_derivative_is_refused_with_a_reason():
     (dq,) = torch.autograd.grad(onepass.attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.tensor([0.5])}], ids=["plain", "modified"])
+def test_a_backward_goes_through_the_operator_where_something_watches(monkeypatch, options):
+    """Elsewhere it calls the implementation itself, with the same results."""
+
+    class Watch(TorchDispatchMode):
+        seen: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    name = "attention_modified_backward" if options else "attention_backward"
+    q = torch.randn(1, 5, 1, 8, requires_grad=True)
+    out = onepass.attention(q, q, q, **options)
+    (expected,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    loss = out.sum()
+    with Watch():
+        assert torch.autograd.grad(loss, q, retain_graph=True)[0].equal(expected)
+    assert Watch.seen.count(f"onepass.{name}.default") == 1
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(loss, q, retain_graph=True)
+    assert f"onepass::{name}" in {event.key for event in profile.key_averages()}
+    monkeypatch.setattr(ops, "OPERATORS", None)
+    assert torch.autograd.grad(loss, q, retain_graph=True)[0].equal(expected)
 
 
 def test_forward_mode_is_refused_with_a_reason():
