@@ -17,7 +17,6 @@ import math
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +24,6 @@ from torch import Tensor
 
 import onepass
 from onepass.geometry.block_range import count_visible_pairs
-from onepass.kernels.compiler.compile import CompileRequest
-from onepass.kernels.launch import backward_sm90 as backward_launch
-from onepass.ops.attention import problem_of
-from onepass.problem import AttentionInputs
 from onepass.testing.machine import describe
 from onepass.testing.results import Report
 
@@ -134,15 +129,19 @@ def make_tensors(case: OptionCase, device: str = DEVICE) -> Tensors:
     return Tensors(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, sinks, offsets)
 
 
+def arguments_of(case: OptionCase, t: Tensors) -> dict[str, Any]:
+    """The arguments of onepass's call."""
+    found: dict[str, Any] = {"q": t.q, "k": t.k, "v": t.v, "sinks": t.sinks, "softcap": case.softcap}
+    found |= {"causal": case.causal and case.window is None, "window": case.window}
+    if t.cu_seqlens is not None:
+        found |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(case.lengths))
+        found |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), t.cu_seqlens)
+    return found
+
+
 def attend_onepass(case: OptionCase, t: Tensors) -> Tensor:
-    options: dict[str, Any] = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
-    if case.window is not None:
-        options |= {"causal": False}
-    if t.cu_seqlens is None:
-        return onepass.attention(t.q, t.k, t.v, sinks=t.sinks, **options)
-    options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(case.lengths))
-    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), t.cu_seqlens)
-    return onepass.attention_varlen(t.q, t.k, t.v, **options)
+    function = onepass.attention if t.cu_seqlens is None else onepass.attention_varlen
+    return function(**arguments_of(case, t))
 
 
 def attend_fa4(case: OptionCase, t: Tensors) -> Tensor:
@@ -211,18 +210,6 @@ def measure(case: OptionCase, args: Args, report: Report) -> None:
     print(f"{case.label:60s} {speeds:40s} ratio {ratio}{' DISAGREES' if wrong else ''}", flush=True)
 
 
-def requests(args: Args) -> list[CompileRequest]:
-    """The kernels of all cases."""
-    found = []
-    for case in args.chosen:
-        t = make_tensors(case, "meta")
-        inputs = AttentionInputs(t.q, t.k, t.v, t.sinks, t.cu_seqlens, t.cu_seqlens)
-        left, right = case.window or (None, 0 if case.causal else None)
-        problem = problem_of(inputs, (case.head_dims[0] ** -0.5, left, right, case.softcap, False))
-        found += backward_launch.compile_requests(replace(problem, device_type=DEVICE))
-    return found
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default="", help="words; cases whose names have one of them; default: all")
     grid.add_timing(parser, rounds=3)
@@ -230,6 +217,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
     args.chosen = chosen(cases(), args.cases, any, parser)
+    onepass.warmup([arguments_of(case, make_tensors(case, "meta")) for case in args.chosen], gradients=True)
     return describe(DEVICE) | {"suite": "backward_options"}
 
 
@@ -240,7 +228,6 @@ SUITE = Suite(
     start,
     lambda args: args.chosen,
     measure,
-    requests=requests,
     is_wrong=lambda row: row["disagrees"],
     out="backward_options.json",
 )

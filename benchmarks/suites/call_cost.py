@@ -36,7 +36,6 @@ from ..harness.suite import Args, Suite
 from ..harness.timing import host_us
 
 NUM_CALLS, NUM_SAMPLES = 500, 21
-NO_OPTIONS = dict.fromkeys(("window", "softcap", "sinks", "softmax_scale", "deterministic", "tuning"))
 
 
 def components() -> dict[str, Callable[[], object]]:
@@ -46,25 +45,26 @@ def components() -> dict[str, Callable[[], object]]:
     inputs = AttentionInputs(q, k, v)
 
     def check():
-        return validation.check_attention(q, k, v, causal=True, return_lse=False, **NO_OPTIONS)
+        return validation.check_attention(q, k, v, causal=True)
 
-    problem = check()
+    _, problem = check()
     options = ops.options_of(problem, "sm90")
     leaf = q.detach().requires_grad_()
-    out, lse = torch.ops.onepass.attention_forward(*inputs, *options)
+    out, lse = torch.ops.onepass.attention_forward(*inputs[:7], *options)
     dout = torch.randn_like(out)
-    graph = torch.ops.onepass.attention_forward(leaf, *inputs[1:], *options)[0]
+    graph = torch.ops.onepass.attention_forward(leaf, *inputs[1:7], *options)[0]
+    given = (*inputs[:7], *options)
     rows: dict[str, Callable[[], object]] = {
         "empty_outputs": lambda: empty_outputs(problem, inputs),
         "check_attention": check,
         "dispatch.require": lambda: dispatch.require(problem),
         "launch.forward": lambda: launch.forward(problem, inputs),
-        "the operator": lambda: torch.ops.onepass.attention_forward(*inputs, *options),
+        "the operator": lambda: torch.ops.onepass.attention_forward(*given),
         "attention": lambda: onepass.attention(q, k, v, causal=True),
         "attention, sinks and lse": lambda: onepass.attention(q, k, v, sinks=sinks, return_lse=True),
         "attention, with gradient": lambda: onepass.attention(leaf, k, v, causal=True),
         "launch.backward": lambda: backward_launch.backward(problem, inputs, out, lse, dout, None),
-        "the backward operator": lambda: torch.ops.onepass.attention_backward(dout, None, out, lse, *inputs, *options),
+        "the backward operator": lambda: torch.ops.onepass.attention_backward(dout, None, out, lse, *given),
         "autograd.grad": lambda: torch.autograd.grad(graph, leaf, dout, retain_graph=True),
     }
     cache, lengths = torch.zeros(1, 8192, 4, 128, device=device, dtype=q.dtype), torch.zeros(1, device=device).int()

@@ -44,7 +44,7 @@ from onepass.kernels.config import ForwardConfigSm90, p_exponent
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import forward_sm90 as launch
 from onepass.ops import quantize
-from onepass.problem import AttentionProblem, Mask, Quantization, QuantizedInputs
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, Quantization
 from onepass.quantization import codec, dequantize, layout
 from onepass.testing import fp8_budget, table3
 from onepass.testing.machine import describe
@@ -78,13 +78,13 @@ def variants(text: str | None, head_dim: int, causal: bool, seqlen: int = 1024) 
 def static_problem(head_dim: int, causal: bool, seqlen: int = 1, keys_last: bool = True) -> AttentionProblem:
     t = torch.empty(1, seqlen, 1, head_dim, dtype=codec.E4M3, device="meta")
     last = torch.empty(1, 1, head_dim, -(-seqlen // 64) * 64, dtype=codec.E4M3, device="meta")
-    inputs = QuantizedInputs(t, t, last if keys_last else t, None)  # type: ignore[arg-type]
+    inputs = AttentionInputs(t, t, last if keys_last else t)
     blocks = codec.Q_BLOCK, codec.KV_BLOCK
     problem = problem_of(inputs, causal, Quantization(torch.bfloat16, *blocks, keys_last))
     return dataclasses.replace(problem, device_type=DEVICE)
 
 
-def problem_of(inputs: QuantizedInputs, causal: bool, quantization: Quantization) -> AttentionProblem:
+def problem_of(inputs: AttentionInputs, causal: bool, quantization: Quantization) -> AttentionProblem:
     """The problem of a call without lse."""
     return AttentionProblem.of(
         inputs,
@@ -107,7 +107,7 @@ def prepared(q: Tensor, k: Tensor, v: Tensor) -> onepass.QuantizedQKV:
 def run_kernel(
     quantized: onepass.QuantizedQKV, causal: bool, config: ForwardConfigSm90 | None
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    inputs = QuantizedInputs(quantized.q, quantized.k, quantized.v, quantized.descales)
+    inputs = AttentionInputs(quantized.q, quantized.k, quantized.v, descales=quantized.descales)
     problem = problem_of(inputs, causal, quantized.quantization)
     return functools.partial(launch.prepare(problem, quantized.q.device, config), inputs)
 

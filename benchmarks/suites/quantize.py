@@ -98,7 +98,10 @@ def by_kernel(inputs: AttentionInputs, seed: int | None, keys_last: bool) -> lau
 
 def contenders(head_dim: int) -> list[Contender]:
     shape = BATCH, TOKENS // BATCH, HIDDEN // head_dim, head_dim
-    sets = [AttentionInputs(*(torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(3))) for _ in range(SETS)]
+    sets = []
+    for _ in range(SETS):
+        q, k, v = (torch.randn(shape, device=DEVICE, dtype=BF16) for _ in range(3))
+        sets.append(AttentionInputs(q, k, v))
     *stored, descales = by_kernel(sets[0], 0, True)(sets[0])
     whole = num_bytes(*sets[0][:3], *stored, *descales)
     rounded = [by_kernel(s, 0, False)(s)[2] for s in sets]
@@ -198,26 +201,21 @@ def kernels(head_dims: list[int]) -> list[launch.Kernel | launch.LayoutKernel]:
 
 def requests(args: Args) -> list[CompileRequest]:
     arch = launch.arch_of(torch.device(DEVICE))
-    chosen = [kernel._replace(num_threads=args.threads) for kernel in kernels(args.head_dims)]
-    return [launch.compile_request(kernel, arch) for kernel in chosen]
+    return [launch.compile_request(kernel, arch) for kernel in kernels(args.head_dims)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     head_dims: dict[str, Any] = {"type": lambda text: [int(d) for d in text.split(",")], "default": [64, 128, 256]}
     parser.add_argument("--head-dims", **head_dims, help="comma-separated")
-    parser.add_argument("--threads", type=int, help="threads of a thread block; default: what quantize_fp8 chooses")
 
 
 def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    if args.threads:
-        launch.default_threads = lambda head_dim: args.threads
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default one
     facts = {
         "suite": "quantize",
         "tokens": TOKENS,
         "hidden": HIDDEN,
         "batch": BATCH,
-        "threads": args.threads,
         "copy_gb_s": copy_gb_s(),
         "tokens_of_calls": SHORT,
     }

@@ -89,7 +89,8 @@ def record(
         (case.batch, case.seqlen_k, case.heads_kv, case.head_dim),
         (case.batch, case.seqlen_k, case.heads_kv, case.head_dim_v),
     )
-    inputs = AttentionInputs(*(torch.randn(shape, device=device, dtype=problem.dtype) for shape in shapes))
+    q, k, v = (torch.randn(shape, device=device, dtype=problem.dtype) for shape in shapes)
+    inputs = AttentionInputs(q, k, v)
     timelines = []
     for label in wanted:
         if on_start is not None:

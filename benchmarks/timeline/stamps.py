@@ -50,14 +50,21 @@ class Stamps:
         """Note that an act begins; it lasts until the next stamp of this role."""
         self._write(cute.arch.clock64(), ACTS.index(act))
 
-    def stamp_calls(self, part: Any, method: str, act: str | None, following: str | None) -> None:
-        """Note at each call of a part's method that an act begins, and after it that the following one does."""
+    def stamp_calls(
+        self, part: Any, method: str, act: str | None, following: str | None, ends_tile: bool = False
+    ) -> None:
+        """Note at each call of a part's method that an act begins, and after it that the following one does.
+
+        Args: ends_tile: whether to note the global time as well, between the two.
+        """
         call = getattr(part, method)
 
         def stamped(*arguments, **options):
             if act is not None:
                 self.stamp(act)
             result = call(*arguments, **options)
+            if ends_tile:
+                self.stamp_global_time()
             if following is not None:
                 self.stamp(following)
             return result
@@ -116,23 +123,18 @@ class StampedConsumer(Stamps, Consumer):
 
     def __init__(self, *arguments):
         Consumer.__init__(self, *arguments)
-        self.begin_stamps(self.wg + FIRST_ROLE_OF_CONSUMERS, self.thread)
+        self.begin_stamps(self.thread.wg + FIRST_ROLE_OF_CONSUMERS, self.thread.number)
         self.stamp_calls(self.turns, "wait", "wait for the turn", "issue GEMMs")
         self.stamp_calls(self.turns, "pass_on", None, "wait for S")
+        self.stamp_calls(self.scores, "modify", "softmax", None)
+        if self.config.overlap_gemm_softmax:  # called at the end of each softmax, with dropout or without
+            self.stamp_calls(self.scores, "drop", None, "wait for P V")
+        self.stamp_calls(self.output, "store", "store", "other", ends_tile=True)
 
     def issue_qk(self, *arguments):
         self.stamp("issue GEMMs")
         Consumer.issue_qk(self, *arguments)
         self.stamp("wait for S")
-
-    def modify_scores(self, *arguments, **options):
-        self.stamp("softmax")
-        Consumer.modify_scores(self, *arguments, **options)
-
-    def drop(self, *arguments):  # called at the end of each softmax, with dropout or without
-        Consumer.drop(self, *arguments)
-        if self.config.overlap_gemm_softmax:
-            self.stamp("wait for P V")
 
     def half_softmax(self, *arguments):
         Consumer.half_softmax(self, *arguments)
@@ -145,12 +147,6 @@ class StampedConsumer(Stamps, Consumer):
     def finish_pv(self, v_state):
         self.stamp("rescale O")
         Consumer.finish_pv(self, v_state)
-
-    def store(self, tile):
-        self.stamp("store")
-        Consumer.store(self, tile)
-        self.stamp_global_time()
-        self.stamp("other")
 
 
 # ---------------------------------------------------------------- backward

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor, overrides
 
-from ..dispatch import attention as dispatch
-from ..dispatch import choice
-from ..geometry import philox
 from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90
-from ..namespace import OPERATORS
-from ..ops import attention as ops
-from ..ops import modified, quantize
-from ..problem import AttentionInputs, ModifiedInputs, Modifiers, QuantizedInputs
+from ..ops.attention import NUM_INPUTS
+from ..problem import AttentionInputs, Modifiers
 from ..quantization import centering
-from ..validation import fp8
-from ..validation import modifiers as modifier_checks
-from ..validation.attention import check_attention, check_attention_varlen
+from ..validation.attention import PACKED
 from ..validation.fp8 import QuantizedQKV
+from ..validation.modifiers import NAMES, in_float32
 from ..validation.tensors import check_max_seqlens
-from . import fast_path, keywords
+from . import fast_path, keywords, steps
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -45,24 +40,29 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of `attention` except return_lse, on which the result's type depends: for type checkers."""
+class CommonOptions(TypedDict, total=False):
+    """The keyword arguments that all functions of attention have: for type checkers."""
 
     causal: bool
     window: Window | None
     softcap: float | None
     sinks: Tensor | None
     softmax_scale: float | None
-    seqused_k: Tensor | None
-    deterministic: bool | None
     seqstart_k: Tensor | None
     key_ranges: Tensor | None
     q_positions: Tensor | None
     alibi_slopes: Tensor | None
     bias: Tensor | None
+    backend: str | None
+
+
+class Options(CommonOptions, total=False):
+    """The keyword arguments of `attention` except return_lse, on which the result's type depends: for type checkers."""
+
+    seqused_k: Tensor | None
+    deterministic: bool | None
     dropout_p: float
     precision: Literal["fp8"] | None
-    backend: str | None
     tuning: ForwardConfigSm90 | ForwardConfigSm80 | None
 
 
@@ -75,174 +75,82 @@ class PackedOptions(Options, total=False):
     max_seqlen_k: int | Tensor | None
 
 
-# The options that a call is checked with and that are in its key, in the order in which both functions put them into a
-# tuple.
-_OPTIONS = (
-    "causal",
-    "softcap",
-    "softmax_scale",
-    "deterministic",
-    "return_lse",
-    "tuning",
-    "precision",
-    "backend",
-)
-_RETURN_LSE = _OPTIONS.index("return_lse")
-
-
-def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, under torch.autocast cast as by torch's own attention, so that mixed inputs meet in one dtype."""
-    if not all(isinstance(t, Tensor) for t in tensors):
-        return tensors  # validation refuses them
-    device = tensors[0].device.type
-    # not torch.amp.is_autocast_available: torch.compile cannot trace it before torch 2.13
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+# The options that are in the key of a call, in the order in which both functions put them into a tuple, with what they
+# usually are.
+_OPTIONS: dict[str, Any] = {
+    "causal": False,
+    "softcap": None,
+    "softmax_scale": None,
+    "dropout_p": 0.0,
+    "deterministic": False,
+    "return_lse": False,
+    "tuning": None,
+    "precision": None,
+    "backend": None,
+}
+_RETURN_LSE = list(_OPTIONS).index("return_lse")
 
 
 def _call(
-    function: str,
-    inputs: AttentionInputs,
-    max_seqlens: tuple[Any, Any] | None,
-    window: Any,
-    options: tuple,
-    given: tuple,
-    dropout_p: Any,
+    function: str, inputs: AttentionInputs, max_seqlens: tuple | None, window: Any, options: tuple, modifiers: tuple
 ) -> Tensor | AttentionOutput:
     """A call of the public function of this name, with arguments as they were given.
 
     Args:
         inputs: q may be a `QuantizedQKV`.
         max_seqlens: max_seqlen_q and max_seqlen_k of `attention_varlen`; None: the call is one of `attention`.
-        options: the values of `_OPTIONS`. given: the values of `validation.modifiers.NAMES`.
+        options: the values of `_OPTIONS`. modifiers: the values of `validation.modifiers.NAMES`.
     """
-    has_modifiers = modifier_checks.are_given(given, dropout_p)
-    if isinstance(inputs.q, QuantizedQKV):
-        if has_modifiers:
-            modifier_checks.refuse_modifiers("with a QuantizedQKV", given, dropout_p)
-        result = _quantized_call(function, inputs, max_seqlens, window, options)
-    elif has_modifiers:
-        result = _first_call(inputs, max_seqlens, window, options, None, given, dropout_p)
+    launched, key = inputs, None
+    tensors: Sequence[Any] = inputs
+    start, ranges, positions, slopes, bias = modifiers
+    if not start is ranges is positions is slopes is bias is None:
+        taken = Modifiers(start, ranges, positions, in_float32(slopes), bias)
+        tensors = (*inputs, *taken)
+        inputs = launched = inputs._replace(modifiers=taken)
+    if not isinstance(inputs.q, QuantizedQKV):
+        key = fast_path.key_of(function, tensors, window, options)
+    elif inputs.k is inputs.v is inputs.q.score_shift is inputs.q.v_mean is inputs.modifiers is None:
+        qkv, descales = inputs.q, inputs.q.descales
+        tensors = (qkv.q, qkv.k, qkv.v, *inputs[3:NUM_INPUTS], *descales)
+        launched = AttentionInputs._make((*tensors[:NUM_INPUTS], None, descales))
+        layout = qkv.dtype, qkv.q_block, qkv.kv_block, qkv.v_keys_last
+        key = fast_path.key_of(f"{function} of QuantizedQKV", tensors, window, (*options, *layout))
+    forward = fast_path.find(key)
+    if forward is not None:
+        if max_seqlens is not None:
+            check_max_seqlens(*max_seqlens)
+        result = forward(launched)
     else:
-        key = fast_path.key_of(function, inputs, window, options)
-        forward = fast_path.find(key)
-        if forward is None:
-            result = _first_call(inputs, max_seqlens, window, options, key)
-        else:
-            if max_seqlens is not None:
-                check_max_seqlens(*max_seqlens)
-            result = forward(inputs)
+        result = _first_call(inputs, max_seqlens, window, options, key)
     return AttentionOutput(*result) if options[_RETURN_LSE] else result[0]
 
 
 def _first_call(
-    inputs: AttentionInputs,
-    max_seqlens: tuple[Any, Any] | None,
-    window: Any,
-    options: tuple,
-    key: tuple | None,
-    given: tuple | None = None,
-    dropout_p: Any = 0.0,
+    inputs: AttentionInputs, max_seqlens: tuple | None, window: Any, options: tuple, key: tuple | None
 ) -> tuple[Tensor, Tensor]:
     """Check a call, run the operator on the chosen backend, and keep a prepared forward for the next call with its key.
 
-    Args: as for `_call`. key: None: no forward is kept. given: None: the call has no modifiers.
+    Args: as for `_call`. key: None: no forward is kept.
     """
-    q, k, v = autocast_inputs(*inputs[:3])
-    inputs = inputs._replace(q=q, k=k, v=v)
-    arguments = dict(zip(_OPTIONS, options, strict=True))
-    precision, backend = arguments.pop("precision"), arguments.pop("backend")
-    arguments |= {"window": window, "sinks": inputs.sinks, "seqused_k": inputs.seqused_k}
-    modifiers: dict[str, Any] = {}
-    if given is not None:
-        if precision is not None:
-            modifier_checks.refuse_modifiers(f"with precision={precision!r}", given, dropout_p)
-        modifiers = dict(zip(modifier_checks.NAMES, given, strict=True))
-        modifiers["alibi_slopes"] = modifier_checks.in_float32(modifiers["alibi_slopes"])
-        arguments["modifiers"] = {"given": modifiers, "dropout_p": dropout_p}
-    if max_seqlens is None:
-        problem = check_attention(q, k, v, **arguments)
-    else:
-        arguments |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
-        arguments |= zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True)
-        problem = check_attention_varlen(q, k, v, **arguments)
-    tuning, device = arguments["tuning"], q.device
-    if precision is None:
-        name = dispatch.require(problem, backend, tuning, device)
-    else:
-        fp8.check_precision(precision, q)
-        exact_lse = bool(arguments["return_lse"])
-        forward = dispatch.require(quantize.quantized_problem(problem, exact_lse), backend, tuning, device)
-        name = dispatch.require(problem, backend, None, device)  # it computes the gradients
-    operator_options = ops.options_of(problem, choice.backend_argument(name, backend), tuning)
-    if problem.has_modifiers:
-        state = philox.random_state(device) if problem.dropout_p else None
-        modified_inputs = ModifiedInputs(*inputs, Modifiers(**modifiers, dropout_state=state))
-        return OPERATORS.attention_modified_forward(
-            *modified.arguments_of(modified_inputs, problem.dropout_p, operator_options)
-        )
-    if precision is None:
-        out, lse = OPERATORS.attention_forward(*inputs, *operator_options)
-    else:
-        forward_argument = choice.backend_argument(forward, backend)
-        out, lse = OPERATORS.attention_fp8(*inputs, *operator_options, forward_argument, exact_lse)
-    if key is not None and not out.is_meta:
-        prepared = (
-            dispatch.prepare(name, problem, device, tuning)
-            if precision is None
-            else quantize.prepare_call(forward, problem, inputs, tuning, exact_lse)
-        )
-        fast_path.keep(key, prepared)
-    return out, lse
-
-
-def _quantized_call(
-    function: str, inputs: AttentionInputs, max_seqlens: tuple[Any, Any] | None, window: Any, options: tuple
-) -> tuple[Tensor, Tensor]:
-    """`_call` without modifiers, where q is a `QuantizedQKV`."""
-    quantized, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
-    assert isinstance(quantized, QuantizedQKV)
-    descales = quantized.descales
-    quantized_inputs = QuantizedInputs(
-        quantized.q, quantized.k, quantized.v, descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k
-    )
-    layout = quantized.dtype, quantized.q_block, quantized.kv_block, quantized.v_keys_last
-    key = None
-    if k is v is quantized.score_shift is quantized.v_mean is None:
-        tensors = (*quantized_inputs[:3], *descales, *quantized_inputs[4:])
-        key = fast_path.key_of(f"{function} of QuantizedQKV", tensors, window, (*options, *layout))
-        forward = fast_path.find(key)
-        if forward is not None:
-            if max_seqlens is not None:
-                check_max_seqlens(*max_seqlens)
-            return forward(quantized_inputs)
-    arguments = dict(zip(_OPTIONS, options, strict=True))
-    backend = arguments.pop("backend")
+    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs[:NUM_INPUTS]
+    given = zip(_OPTIONS.items(), options, strict=True)
+    arguments = {name: value for (name, usual), value in given if value is not usual}
     arguments |= {"window": window, "sinks": sinks, "seqused_k": seqused_k}
+    if inputs.modifiers is not None:
+        arguments |= zip(NAMES, inputs.modifiers, strict=False)
     if max_seqlens is not None:
-        packed = cu_seqlens_q, cu_seqlens_k, *max_seqlens
-        arguments |= zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed, strict=True)
-    problem = fp8.check_quantized_call(quantized, k, v, **arguments)
-    assert problem.quantization is not None
-    tuning = arguments["tuning"]
-    name = dispatch.require(problem, backend, tuning, quantized.q.device)
-    out, lse = OPERATORS.attention_quantized(
-        *quantized_inputs[:3],
+        arguments |= zip(PACKED, (cu_seqlens_q, cu_seqlens_k, *max_seqlens), strict=True)
+    call = steps.prepare(q, k, v, **arguments)
+    if isinstance(q, QuantizedQKV) and q.score_shift is not None:
         # a sink is compared with scores, so it is left out until the scores have their shift again
-        sinks if quantized.score_shift is None else None,
-        *quantized_inputs[5:],
-        *ops.options_of(problem, choice.backend_argument(name, backend), tuning),
-        *descales,
-        *layout,
-        problem.quantization.exact_lse,
-    )
+        call = call._replace(inputs=call.inputs._replace(sinks=None))
+    out, lse = call.forward()
     if key is not None and not out.is_meta:
-        fast_path.keep(key, dispatch.prepare(name, problem, quantized.q.device, tuning))
-    return centering.restored(
-        quantized.score_shift, quantized.v_mean, out, lse, problem.softmax_scale, sinks, cu_seqlens_q
-    )
+        fast_path.keep(key, call.prepared())
+    if isinstance(q, QuantizedQKV):
+        return centering.restored(q.score_shift, q.v_mean, out, lse, call.problem.softmax_scale, sinks, cu_seqlens_q)
+    return out, lse
 
 
 @overload
@@ -376,11 +284,11 @@ def attention(
         return keywords.overridden(attention, locals())
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend
-    given = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
+    options = causal, softcap, softmax_scale, dropout_p, deterministic, return_lse, tuning, precision, backend
+    modifiers = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
     # validation checks their types
     inputs = AttentionInputs(q, k, v, sinks, None, None, seqused_k)  # type: ignore[arg-type]
-    return _call("attention", inputs, None, window, options, given, dropout_p)
+    return _call("attention", inputs, None, window, options, modifiers)
 
 
 @overload
@@ -475,8 +383,8 @@ def attention_varlen(
         return keywords.overridden(attention_varlen, locals())
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    options = causal, softcap, softmax_scale, deterministic, return_lse, tuning, precision, backend
-    given = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
+    options = causal, softcap, softmax_scale, dropout_p, deterministic, return_lse, tuning, precision, backend
+    modifiers = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
     # validation checks their types
     inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)  # type: ignore[arg-type]
-    return _call("attention_varlen", inputs, (max_seqlen_q, max_seqlen_k), window, options, given, dropout_p)
+    return _call("attention_varlen", inputs, (max_seqlen_q, max_seqlen_k), window, options, modifiers)

@@ -18,25 +18,15 @@ from ..kernels.compiler.pool import CompiledKernel, Job
 from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90, LaunchConfig
 from ..ops import quantize
 from ..problem import AttentionProblem
+from ..problem.arguments import TENSORS, dtype_of_shape
+from ..problem.attention import NO_MODIFIERS
 from ..problem.decode import DecodeInputs, DecodeProblem
-from ..validation import fp8, modifiers
-from ..validation.attention import check_attention, check_attention_varlen, check_call
+from ..validation.attention import check_call, has_offsets
 from ..validation.fp8 import QuantizedQKV
 from ..validation.scalars import check_flag, check_int
 from ..validation.tensors import tensor_of_shape
-from . import decode_calls, keywords
-from .attention import attention, attention_varlen, autocast_inputs
-
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seqstart_k", "key_ranges", "q_positions")
-# every option with its default, except backend, which `supports` and `warmup` handle themselves
-_DEFAULTS: dict[str, Any] = {
-    name: parameter.default
-    for name, parameter in inspect.signature(attention).parameters.items()
-    if name not in ("q", "k", "v", "backend")
-}
-_PACKED_DEFAULTS = dict.fromkeys(
-    name for name in inspect.signature(attention_varlen).parameters if name.startswith(("cu_seqlens", "max_seqlen"))
-)
+from . import decode_calls, keywords, steps
+from .attention import attention, attention_varlen
 
 
 def supports(
@@ -197,47 +187,33 @@ def _problem_of_shapes(function: str, arguments: dict[str, Any]) -> AttentionPro
     if missing:
         raise TypeError(f"{function}: expected q, k and v in every call, got none for {', '.join(missing)}")
     dtype = arguments.pop("dtype", None)
-    own_dtypes = dict.fromkeys(_LENGTHS, torch.int32) | {"alibi_slopes": torch.float32}
-    for name in ("q", "k", "v", "sinks", "bias", *own_dtypes):
+    for name in ("q", "k", "v", *TENSORS):
         shape = arguments.get(name)
         if isinstance(shape, (tuple, list)):
-            arguments[name] = tensor_of_shape(name, shape, own_dtypes.get(name, dtype))
+            arguments[name] = tensor_of_shape(name, shape, dtype_of_shape(name, dtype))
     q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
     _refuse_unknown(function, arguments)
     return _problem_of(q, k, v, arguments)
 
 
-def _is_packed(arguments: dict[str, Any]) -> bool:
-    return "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
-
-
 def _refuse_unknown(function: str, arguments: dict[str, Any]) -> None:
-    unknown = set(arguments) - set(_DEFAULTS) - (set(_PACKED_DEFAULTS) if _is_packed(arguments) else set())
+    called = attention_varlen if has_offsets(arguments) else attention
+    unknown = set(arguments) - set(inspect.signature(called).parameters)
     if unknown:
-        raise keywords.unexpected(function, unknown, "attention_varlen" if _is_packed(arguments) else "attention")
+        raise keywords.unexpected(function, unknown, called.__name__)
 
 
 def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> AttentionProblem:
     """The problem of a call of `attention` or, with cu_seqlens, `attention_varlen`; raises what the call would."""
-    arguments = _DEFAULTS | (_PACKED_DEFAULTS if _is_packed(arguments) else {}) | arguments
-    given, dropout_p = {name: arguments.pop(name) for name in modifiers.NAMES}, arguments.pop("dropout_p")
-    given["alibi_slopes"] = modifiers.in_float32(given["alibi_slopes"])
+    inputs, problem = steps.check(q, k, v, arguments)
     if isinstance(q, QuantizedQKV):
-        modifiers.refuse_modifiers("with a QuantizedQKV", tuple(given.values()), dropout_p)
-        return fp8.check_quantized_call(q, k, v, **arguments)
-    q, k, v = autocast_inputs(q, k, v)
-    precision = arguments.pop("precision")
-    if precision is not None:
-        modifiers.refuse_modifiers(f"with precision={precision!r}", tuple(given.values()), dropout_p)
-    check = check_attention_varlen if _is_packed(arguments) else check_attention
-    problem = check(q, k, v, modifiers={"given": given, "dropout_p": dropout_p}, **arguments)
-    if precision is None:
-        slopes, bias = (t is not None and not t.requires_grad for t in (given["alibi_slopes"], given["bias"]))
+        return problem
+    if arguments.get("precision") is None:
+        given = inputs.modifiers or NO_MODIFIERS
+        slopes, bias = (t is not None and not t.requires_grad for t in (given.alibi_slopes, given.bias))
         return replace(problem, constant_slopes=slopes, constant_bias=bias)
-    fp8.check_precision(precision, q)
-    tensors = q, k, v, arguments["sinks"]
-    is_recording = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return quantize.quantized_problem(problem, exact_lse=is_recording or bool(arguments["return_lse"]))
+    is_recording = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs[:4])
+    return quantize.quantized_problem(problem, exact_lse=is_recording or bool(arguments.get("return_lse")))
 
 
 def jobs_of(

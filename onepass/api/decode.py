@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, overrides
@@ -12,6 +12,7 @@ from ..dispatch.backends import Forward
 from ..geometry import splits
 from ..ops import decode as decode_ops
 from ..ops import without_backward
+from ..ops.autocast import autocast_inputs
 from ..problem.decode import DecodeInputs
 from ..validation.decode import check_decode, few_queries
 from ..validation.lost_gradients import refuse_forward_mode
@@ -19,13 +20,13 @@ from ..validation.modifiers import in_float32
 from ..validation.overlap import with_overlaps_refused
 from ..validation.scalars import check_int
 from . import fast_path, keywords
-from .attention import AttentionOutput, Window, autocast_inputs
+from .attention import AttentionOutput, CommonOptions, Window
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
 
 
-class DecodeOptions(TypedDict, total=False):
+class DecodeOptions(CommonOptions, total=False):
     """The keyword arguments of `attention_decode` except return_lse: for type checkers."""
 
     cache_seqlens: Required[Tensor]
@@ -37,16 +38,6 @@ class DecodeOptions(TypedDict, total=False):
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
     rotary_interleaved: bool
-    causal: bool
-    window: Window | None
-    softcap: float | None
-    sinks: Tensor | None
-    softmax_scale: float | None
-    seqstart_k: Tensor | None
-    key_ranges: Tensor | None
-    q_positions: Tensor | None
-    alibi_slopes: Tensor | None
-    bias: Tensor | None
     rotary_positions_q: Tensor | None
     rotary_positions_k: Tensor | None
     k_descale: Tensor | None
@@ -55,7 +46,6 @@ class DecodeOptions(TypedDict, total=False):
     num_splits: int | None
     split_size: int | None
     check_values: bool
-    backend: str | None
 
 
 def autocast_rows(k_cache: Any, *rows: Any) -> tuple[Any, ...]:
@@ -283,39 +273,27 @@ def attention_decode(
         slopes = in_float32(alibi_slopes)
         inputs = inputs.with_modifiers((seqstart_k, key_ranges, q_positions, slopes, bias, rows_q, rows_k))
     most_queries = None if max_seqlen_q is None else few_queries(max_seqlen_q, cu_seqlens_q)
+    options = KeyOptions(
+        causal,
+        softcap,
+        softmax_scale,
+        num_splits,
+        split_size,
+        rotary_interleaved,
+        return_lse,
+        kv_block,
+        most_queries,
+        backend,
+    )
     keys: tuple = ()
     if check_values is False:
-        options = KeyOptions(
-            causal,
-            softcap,
-            softmax_scale,
-            num_splits,
-            split_size,
-            rotary_interleaved,
-            return_lse,
-            kv_block,
-            most_queries,
-            backend,
-        )
         forward, keys = find_kept(inputs, window, options)
         if forward is not None:
             out, lse = forward(inputs)
             return AttentionOutput(out, lse) if return_lse else out
 
-    problem = check_decode(
-        inputs,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        softmax_scale=softmax_scale,
-        return_lse=return_lse,
-        rotary_interleaved=rotary_interleaved,
-        num_splits=num_splits,
-        split_size=split_size,
-        check_values=check_values,
-        kv_block=kv_block,
-        max_seqlen_q=most_queries,
-    )
+    checked = dict(zip(KeyOptions._fields[:-1], options, strict=False))
+    problem = check_decode(inputs, window=window, check_values=check_values, **checked)
     refuse_forward_mode(*inputs.tensors)
     name = decode.require_decode(problem, backend, q.device)
     sources = [t for t in inputs.tensors if t is not None and t.requires_grad] if torch.is_grad_enabled() else []

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
-
+from ..problem.arguments import dtype_of_shape
 from ..problem.decode import MODIFIERS, TENSORS, DecodeInputs, DecodeProblem
 from ..validation.decode import check_decode
 from ..validation.modifiers import in_float32
@@ -23,18 +22,6 @@ _OPTIONS = {
     for name, parameter in inspect.signature(attention_decode).parameters.items()
     if name not in (*_TENSORS, "backend")
 }
-_INT32 = (
-    "cache_seqlens",
-    "page_table",
-    "cu_seqlens_q",
-    "seqstart_k",
-    "key_ranges",
-    "q_positions",
-    "rotary_positions_q",
-    "rotary_positions_k",
-)
-_FLOAT32 = "rotary_cos", "rotary_sin", "k_descale", "v_descale", "alibi_slopes"
-_DTYPES = dict.fromkeys(_INT32, torch.int32) | dict.fromkeys(_FLOAT32, torch.float32)
 
 
 def is_decode(arguments: dict[str, Any]) -> bool:
@@ -76,7 +63,7 @@ def with_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
         shape = arguments.get(name)
         if not isinstance(shape, (tuple, list)):
             continue
-        tensor_dtype = _DTYPES.get(name, cache_dtype if name in ("k_cache", "v_cache") else dtype)
+        tensor_dtype = dtype_of_shape(name, cache_dtype if name in ("k_cache", "v_cache") else dtype)
         dtype_name = "cache_dtype" if tensor_dtype is not dtype and tensor_dtype is cache_dtype else "dtype"
         arguments[name] = tensor_of_shape(name, shape, tensor_dtype, dtype_name)
     return arguments

@@ -37,12 +37,12 @@ _TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})  # without subclasses
 _forwards: dict[tuple, Forward] = {}
 
 
-def key_of(function: str, inputs: Sequence[Tensor | None], window: Any, options: tuple) -> tuple | None:
+def key_of(function: str, inputs: Sequence[Any], window: Any, options: tuple) -> tuple | None:
     """The key of a call: everything that validation looks at; None if the call must be treated as a first call.
 
     Args:
         function: the name of the function; each has its own validation.
-        inputs: the tensors of the call, such as `AttentionInputs`.
+        inputs: the tensors of the call, or None, such as `AttentionInputs`.
         window, options: the arguments as given, but `deterministic` with its default filled in. Their types are in
             the key, too: validation tells 1 from True.
     """

@@ -95,7 +95,7 @@ def _with_dropout(
     assert cache.page_table is not None
     pages = cache.page_table.long().clamp(0, max(cache.k.shape[0] - 1, 0))
     filled = lengths.clamp(0, capacity)
-    cut = {
+    cut: dict[str, Any] = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": torch.arange(batch + 1, dtype=torch.int32, device=q.device) * capacity,
         "seqused_k": filled,
@@ -106,7 +106,7 @@ def _with_dropout(
         cache.v[pages].flatten(0, 2),
         **cut,
         dropout_p=dropout_p,
-        modifiers=extras.modifiers(q.shape[0], cu_seqlens_q, filled, None),
+        **extras.modifiers(q.shape[0], cu_seqlens_q, filled, None),
         **options,
     )
     out, lse = call.forward()

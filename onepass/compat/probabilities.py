@@ -35,7 +35,7 @@ def of_call(call: Steps, alibi_slopes: Tensor | None, lengths: dict[str, Any], s
         starts: (batch,) int32: keys of a sequence before it do not exist.
     """
     assert call.dropout_state is not None
-    q, k = call.arguments[:2]
+    q, k = call.inputs[:2]
     if not lengths:
         return signed_probabilities(call.problem, q, k, alibi_slopes, call.dropout_state)
     longest = {name: _longest(name, lengths[name]) for name in ("max_seqlen_q", "max_seqlen_k")}

@@ -18,6 +18,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..api import attention as api
 from ..errors import REFUSALS, renamed
+from ..ops.autocast import autocast_inputs
 from ..validation import tensors
 from ..validation.scalars import check_flag, check_real, is_real
 from .masks import four_dimensional, mask_arguments, padding_arguments
@@ -66,7 +67,7 @@ def scaled_dot_product_attention(
 
     Raises: TypeError, ValueError or NotImplementedError for bad arguments, before any work is done.
     """
-    query, key, value = api.autocast_inputs(query, key, value)
+    query, key, value = autocast_inputs(query, key, value)
     is_causal, scale = check_flag("is_causal", is_causal), None if scale is None else check_real("scale", scale)
     leading = _check(query, key, value, attn_mask, is_causal, enable_gqa)
     # onepass.attention takes no such probability

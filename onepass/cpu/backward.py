@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import tiled
 from ..geometry.block_range import tiles
-from ..problem import AttentionProblem, Inputs
+from ..problem import AttentionInputs, AttentionProblem
 from ..problem.outputs import empty_gradients, in_order_of
 from ..tiled.scratch import Scratch
 from ..tiled.sequences import head_groups, sequences
@@ -28,14 +28,14 @@ SUMS_BYTES = 16 * 2**20  # for the float32 sums of dq, unless one head for each 
 
 
 def backward(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    problem: AttentionProblem, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of a call, as `onepass.tiled.backward` gives them."""
     return gradients(problem, inputs, out, lse, dout, dlse)[:4]
 
 
 def gradients(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    problem: AttentionProblem, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of a call, as `onepass.tiled.gradients` gives them."""
     # the operator has no gradients of lse, slopes and biases
@@ -52,7 +52,7 @@ def gradients(
 
 
 def _by_operators(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor
+    problem: AttentionProblem, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """None: a gradient is not finite."""
     q, k, v = inputs[:3]
@@ -84,7 +84,7 @@ def _by_operators(
 
 
 def _by_masks(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor
+    problem: AttentionProblem, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`_by_operators` where regions do not do: blocks of rows, with a mask each."""
     q, k, v = inputs[:3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..problem import AttentionProblem, Inputs
+from ..problem import AttentionInputs, AttentionProblem
 from ..problem.decode import DecodeInputs, DecodeProblem
 from ..tiled import decode as tiled_decode
 from .forward import by_operators, forward
@@ -16,7 +16,7 @@ def decode(problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Tensor, Tensor
     return tiled_decode.decode(problem, inputs, forward, _batch)
 
 
-def _batch(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+def _batch(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
     """`by_operators`, but not by masks, which depend on the capacity of a cache.
 
     On one thread its bits are those of the sequences alone. On several, a product with one row is rounded by where the

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import tiled
 from ..geometry.block_range import tiles
-from ..problem import AttentionProblem, Inputs
+from ..problem import AttentionInputs, AttentionProblem
 from ..problem.outputs import empty_outputs, in_order_of, without_keys
 from ..tiled.merge import merge_in_torch
 from ..tiled.scratch import Scratch
@@ -17,13 +17,13 @@ from .masks import RowMasks, groups, masks_of_whole, needs_masks
 from .regions import Region, regions
 
 
-def forward(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def forward(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """out and lse of a call, as `onepass.tiled.forward` gives them."""
     results = by_operators(problem, inputs)
     return tiled.forward(problem, inputs) if results is None else results
 
 
-def by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+def by_operators(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
     """out and lse, or None where `tiled` computes them.
 
     This is where torch's settings round float32 operands, where a result is not finite, and where rounding partial
@@ -65,7 +65,7 @@ def by_operators(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Ten
     return out, lse
 
 
-def _by_masks(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+def _by_masks(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
     """`by_operators` where regions do not do: blocks of rows, with a mask each."""
     q, k, v, sinks = inputs[:4]
     scratch = Scratch(q, problem.accum_dtype)

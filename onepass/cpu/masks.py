@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..problem import AttentionProblem, Inputs
+from ..problem import AttentionInputs, AttentionProblem
 from ..problem.attention import NO_MODIFIERS
 from ..tiled.mask import Range
 from ..tiled.modifiers import ScoreModifiers
@@ -26,7 +26,7 @@ def needs_masks(problem: AttentionProblem) -> bool:
     return problem.has_row_ranges or problem.adds_terms or (left is not None and left < problem.seqlen_k)
 
 
-def groups(problem: AttentionProblem, inputs: Inputs, num_entries: int, num_keys: int) -> Iterator[HeadGroup]:
+def groups(problem: AttentionProblem, inputs: AttentionInputs, num_entries: int, num_keys: int) -> Iterator[HeadGroup]:
     """The heads to compute at a time: some for each thread, few enough for MASK_ELEMENTS, all that share masks."""
     modifiers, group = inputs.modifiers or NO_MODIFIERS, problem.qhead_per_kvhead
     _, ranges, positions, slopes, bias = modifiers[:5]
@@ -54,7 +54,7 @@ class RowMasks:
     def __init__(
         self,
         problem: AttentionProblem,
-        inputs: Inputs,
+        inputs: AttentionInputs,
         piece: Sequences,
         group: HeadGroup,
         scratch: Scratch,
@@ -170,7 +170,7 @@ class RowMasks:
 
 
 def masks_of_whole(
-    problem: AttentionProblem, inputs: Inputs, scratch: Scratch, in_blocks: bool = False
+    problem: AttentionProblem, inputs: AttentionInputs, scratch: Scratch, in_blocks: bool = False
 ) -> RowMasks | None:
     """The masks of a dense call of one block of rows that see all keys together; None for other calls."""
     lengths = problem.seqlen_q, problem.seqlen_k

@@ -31,7 +31,19 @@ def choose(
 
     A configuration does not choose a backend: it is refused if it does not fit the backend that runs without it.
     """
-    support = _choose(problem, requested, device)
+    support = _choose(problem, requested, tuning, device)
+    if not support.ok or support.backend not in backends.WITH_KERNELS:
+        return support
+    return support._replace(reason=support.reason + _gradient_backend_note(support.backend, problem))
+
+
+def _choose(
+    problem: AttentionProblem, requested: str | None, tuning: LaunchConfig | None, device: torch.device | None
+) -> Support:
+    """`choose` without words about gradients."""
+    support = backends.first_that_runs(
+        requested, problem.device_type, lambda name: backends.refusal(name, problem, device)
+    )
     if tuning is None or not support.ok:
         return support
     if support.backend not in backends.WITH_KERNELS:
@@ -55,15 +67,6 @@ def _misfit(
     except UnsupportedError as error:
         return f"tuning: {error}"
     return None
-
-
-def _choose(problem: AttentionProblem, requested: str | None, device: torch.device | None) -> Support:
-    support = backends.first_that_runs(
-        requested, problem.device_type, lambda name: backends.refusal(name, problem, device)
-    )
-    if not support.ok or support.backend not in backends.WITH_KERNELS:
-        return support
-    return support._replace(reason=support.reason + _gradient_backend_note(support.backend, problem))
 
 
 def _gradient_backend_note(name: str, problem: AttentionProblem) -> str:
@@ -93,7 +96,7 @@ def require(
 
     Raises: UnsupportedError with the reason if none can; ValueError or TypeError if `requested` is not a name.
     """
-    return backends.accepted(choose(problem, requested, tuning, device), requested)
+    return backends.accepted(_choose(problem, requested, tuning, device), requested)
 
 
 def backend_at_run(argument: str, problem: AttentionProblem, tuning: LaunchConfig | None, device: torch.device) -> str:

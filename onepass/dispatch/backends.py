@@ -16,7 +16,7 @@ from ..kernels.heuristics import chooser
 from ..problem import AttentionProblem
 from . import choice
 
-Forward = Callable[[Any], tuple[Tensor, Tensor]]  # (AttentionInputs, or QuantizedInputs in FP8) -> (out, lse)
+Forward = Callable[[Any], tuple[Tensor, Tensor]]  # AttentionInputs or DecodeInputs -> (out, lse)
 
 
 class Backend(NamedTuple):

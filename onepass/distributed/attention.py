@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..api import attention as api
-from ..api.attention import AttentionOutput, autocast_inputs
+from ..api.attention import AttentionOutput
 from ..geometry import philox
-from ..ops.autocast import without_autocast
+from ..ops.autocast import autocast_inputs, without_autocast
 from ..validation.modifiers import in_float32
 from . import checks, copies
 from .agreement import needs_gradient

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import AttentionInputs, AttentionProblem, ModifiedInputs, Modifiers
+from ..problem import AttentionProblem
 from ..problem.lengths import read_values
-from ..validation import fp8
-from ..validation import modifiers as modifier_checks
-from ..validation.attention import check_attention, check_attention_varlen
+from ..validation.attention import check_attention
 from .agreement import needs_gradient, signature
 from .exchange import to_device
 from .local import Options, Terms
@@ -46,45 +44,22 @@ def check_call(
 
 
 def _checked_problem(
-    plan: ContextPlan, tensors: tuple[Any, Any, Any], terms: Terms, *, precision: Any, **options: Any
+    plan: ContextPlan, tensors: tuple[Any, Any, Any], terms: Terms, **options: Any
 ) -> AttentionProblem:
     if plan.group is None and plan.num_ranks > 1:
         raise ValueError("plan: expected one that was made for a process group, got one that only describes")
     whole = _whole_tensors(plan, tensors)
     check_device(plan, tensors[0])
-    named = {name: getattr(terms, name) for name in modifier_checks.NAMES if name in terms._fields}
-    given = {name: named.get(name) for name in modifier_checks.NAMES}
-    dropout_p, mask = options.pop("dropout_p"), plan.schedule.mask
-    if precision is not None:
-        fp8.check_precision(precision, tensors[0])
-        modifier_checks.refuse_modifiers(f"with precision={precision!r}", tuple(given.values()), dropout_p)
-    arguments = dict(
-        options,
-        causal=False,
-        window=(mask.window_left, mask.window_right),
-        sinks=terms.sinks,
-        seqused_k=terms.seqused_k,
-        tuning=None,
-        modifiers={"given": given, "dropout_p": dropout_p},
-    )
-    given_offsets = None
-    if not plan.is_packed:
-        problem = check_attention(*whole, **arguments)
-    else:
+    mask = plan.schedule.mask
+    arguments = {name: t for name, t in terms._asdict().items() if name != "dropout_state"} | options
+    arguments |= {"window": (mask.window_left, mask.window_right)}
+    if plan.is_packed:
         given_offsets = plan.on_device("cu_seqlens", tensors[0].device, lambda: offsets(plan, tensors[0].device))
-        problem = check_attention_varlen(
-            *whole,
-            cu_seqlens_q=given_offsets,
-            cu_seqlens_k=given_offsets,
-            max_seqlen_q=None,
-            max_seqlen_k=None,
-            **arguments,
-        )
+        arguments |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), given_offsets)
+    inputs, problem = check_attention(*whole, **arguments)
     if problem.device_type == "cpu":
         # the values that a backend on the host reads, for all tokens: local calls have lengths of their own
-        q, k, v = whole
-        inputs = AttentionInputs(q, k, v, terms.sinks, given_offsets, given_offsets, terms.seqused_k)
-        read_values(problem, ModifiedInputs(*inputs, Modifiers(**given)))
+        read_values(problem, inputs)
     return problem
 
 

@@ -25,7 +25,7 @@ from ..quantization.codec import E4M3
 from ..tiled.cache import to_e4m3
 from ..validation import decode as checks
 from ..validation.attention import checked_mask
-from ..validation.modifiers import NAMES, check_modifiers, in_float32
+from ..validation.modifiers import NAMES, check_modifiers, given_modifiers, in_float32
 from ..validation.overlap import refuse_overlaps
 from ..validation.scalars import check_flag
 from ..validation.tensors import check_int32
@@ -225,8 +225,8 @@ def _check(plan: ContextPlan, inputs: DecodeInputs) -> None:
         )
     checks.check_new_keys(inputs, plan.num_tokens)
     checks.check_rotary(inputs)
-    modifiers = dict(zip(NAMES, (inputs.modifiers or NO_MODIFIERS)[:-1], strict=True))
-    check_modifiers(q, plan.num_tokens, inputs.cu_seqlens_q, modifiers, 0.0)
+    modifiers = given_modifiers((inputs.modifiers or NO_MODIFIERS)._asdict())
+    check_modifiers(q, plan.num_tokens, inputs.cu_seqlens_q, modifiers)
     checks.check_rotary_positions(inputs)
 
 

@@ -14,7 +14,7 @@ from ..namespace import OPERATORS
 from ..ops import attention as ops
 from ..ops.autocast import without_autocast
 from ..ops.quantize import quantized_problem
-from ..problem import AttentionInputs, AttentionProblem, Inputs, Mask, ModifiedInputs, Modifiers
+from ..problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 from .exchange import copy, to_device, words
 from .layout import Run, visible_keys
 from .packed import PackedTables, make_tables
@@ -226,7 +226,7 @@ class LocalCalls:
             return keys
         return visible_keys(runs[0], keys, self.mask)
 
-    def _dense_inputs(self, call: DenseCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Inputs, Mask]:
+    def _dense_inputs(self, call: DenseCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionInputs, Mask]:
         rows, keys = slice(*call.queries), slice(*call.keys)
         total, count = self.plan.num_tokens, call.keys.size
         q, k, v = q[rows].transpose(0, 1), k[keys].transpose(0, 1), v[keys].transpose(0, 1)
@@ -267,7 +267,7 @@ class LocalCalls:
         numbers = torch.cat([torch.arange(*run, dtype=torch.int32) for run in call.runs])
         return to_device(numbers[None] - call.first_key, device)
 
-    def _packed_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Inputs, Mask]:
+    def _packed_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionInputs, Mask]:
         """One call, in which each segment is a sequence."""
         tables = self.plan.on_device(("packed", self.step.width), q.device, lambda: self._tables(q.device))
         q, k, v = q[:, 0], k[:, 0], v[:, 0]
@@ -298,15 +298,14 @@ class LocalCalls:
     def _tables(self, device: torch.device) -> PackedTables:
         return make_tables(self.plan, self.step, device)
 
-    def _inputs(self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, used: Any, modifiers: Modifiers) -> Inputs:
+    def _inputs(self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, used: Any, modifiers: Modifiers) -> AttentionInputs:
         sinks = None if self.terms.sinks is None else self.terms.sinks[self.heads]
-        if all(t is None for t in modifiers):
-            return AttentionInputs(q, k, v, sinks, cu_q, cu_k, used)
-        return ModifiedInputs(q, k, v, sinks, cu_q, cu_k, used, modifiers)
+        given = None if all(t is None for t in modifiers) else modifiers
+        return AttentionInputs(q, k, v, sinks, cu_q, cu_k, used, given)
 
     # ---------------------------------------------------------------- calls
 
-    def _problem(self, inputs: Inputs, mask: Mask) -> AttentionProblem:
+    def _problem(self, inputs: AttentionInputs, mask: Mask) -> AttentionProblem:
         options = self.options
         problem = AttentionProblem.of(
             inputs,
@@ -320,20 +319,19 @@ class LocalCalls:
             problem = replace(problem, first_head=self.heads.start, all_heads=self.plan.schedule.num_heads_q)
         return problem
 
-    def _run(self, inputs: Inputs, mask: Mask) -> tuple[Tensor, Tensor]:
+    def _run(self, inputs: AttentionInputs, mask: Mask) -> tuple[Tensor, Tensor]:
         problem, device = self._problem(inputs, mask), inputs.q.device
         if self.options.precision is not None:
-            assert isinstance(inputs, AttentionInputs)
             forward = dispatch.require(quantized_problem(problem, exact_lse=True), self.options.backend, None, device)
             options = ops.options_of(problem, dispatch.require(problem, self.options.backend, None, device))
-            return OPERATORS.attention_fp8(*inputs, *options, forward, True)
+            return OPERATORS.attention_fp8(*inputs[:7], *options, forward, True)
         name = dispatch.require(problem, self.options.backend, None, device)
         with without_autocast(problem.device_type):
             return dispatch.prepare(name, problem, device)(inputs)
 
     def _run_backward(
         self,
-        inputs: Inputs,
+        inputs: AttentionInputs,
         mask: Mask,
         of_out: OutRows,
         sums: TermGradients,

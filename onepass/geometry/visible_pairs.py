@@ -11,12 +11,12 @@ from itertools import pairwise
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from ..problem import Inputs, QuantizedInputs
+from ..problem import AttentionInputs
 from ..problem.decode import DecodeInputs
 from .block_range import count_visible_pairs
 
 
-def visible_pairs(inputs: Inputs | QuantizedInputs, window_left: int | None, window_right: int | None) -> int:
+def visible_pairs(inputs: AttentionInputs, window_left: int | None, window_right: int | None) -> int:
     """The unmasked (query, key) pairs of all sequences, for one head.
 
     Without values, packed rows count as one sequence (no way to cut them has more pairs), and all keys count as used.

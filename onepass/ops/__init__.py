@@ -3,6 +3,6 @@
 Importing this package registers them under `torch.ops.onepass`.
 """
 
-from . import attention, decode, fp8, modified, partials
+from . import attention, decode, fp8, partials
 
-__all__ = ["attention", "decode", "fp8", "modified", "partials"]
+__all__ = ["attention", "decode", "fp8", "partials"]

@@ -92,5 +92,19 @@ def _below_autograd(op: Any, implementation: Callable, keyset: Any, inputs: tupl
         return op.redispatch(keyset & _C._after_autograd_keyset, *inputs)
 
 
+def is_direct(*tensors: torch.Tensor | None) -> bool:
+    """Whether an operator of these tensors would come to its implementation, with nothing recorded, traced or mapped.
+
+    A backward that calls the implementation itself saves the way through the dispatcher, a fifth of its CPU time.
+    """
+    return (
+        not torch.is_grad_enabled()
+        and _C._len_torch_dispatch_stack() == _C._len_torch_function_stack() == 0
+        and peek_interpreter_stack() is None
+        and not _C._autograd._profiler_enabled()
+        and all(t is None or type(t) is torch.Tensor for t in tensors)
+    )
+
+
 # No mode, no subclass of Tensor, and no transformation is between a call and its implementation for these devices.
 _DEVICES = _C.DispatchKey.CPU, _C.DispatchKey.CUDA

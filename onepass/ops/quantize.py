@@ -13,7 +13,7 @@ from ..dispatch import attention as dispatch
 from ..dispatch import backends
 from ..dispatch import fp8 as e4m3_kernels
 from ..kernels.config import LaunchConfig
-from ..problem import AttentionInputs, AttentionProblem, Descales, Mask, Quantization, QuantizedInputs
+from ..problem import AttentionInputs, AttentionProblem, Descales, Mask, Quantization
 from ..problem.outputs import empty_as
 from ..quantization.centering import as_rows, existing_keys, k_mean_scores, mean_of_keys, without_mean
 from ..quantization.codec import E4M3, KV_BLOCK, Q_BLOCK, round_to_e4m3
@@ -79,7 +79,7 @@ def quantize(
     kernel: QuantizationKernel | None,
 ) -> QuantizedQKV:
     """The tensors in e4m3, by the kernel or, if it is None, in plain PyTorch; the arguments have been checked."""
-    q, k, v, _, cu_seqlens_q, cu_seqlens_k, _ = inputs
+    q, k, v, _, cu_seqlens_q, cu_seqlens_k = inputs[:6]
     if kernel is not None and not (center_k or center_v):
         return kernel(inputs)
     with torch.no_grad(), without_autocast(q.device.type):
@@ -127,7 +127,7 @@ def _quantize_in_torch(
         seed: seed of the rotation; None: q and k are not rotated.
         exists: see `existing_keys`. k_mean, v_mean: the means to subtract, or None.
     """
-    q, k, v, _, cu_seqlens_q, cu_seqlens_k, _ = inputs
+    q, k, v, _, cu_seqlens_q, cu_seqlens_k = inputs[:6]
     # rows that belong to no sequence must not reach a scale
     has_sequence = None if cu_seqlens_q is None else (torch.arange(len(q), device=q.device) < cu_seqlens_q[-1])[None]
     x_q, x_k, x_v = (as_rows(t, mask).float() for t, mask in ((q, has_sequence), (k, exists), (v, exists)))
@@ -178,16 +178,16 @@ def quantized_problem(problem: AttentionProblem, exact_lse: bool, v_keys_last: b
 
 def quantized_call(
     problem: AttentionProblem, inputs: AttentionInputs, exact_lse: bool
-) -> tuple[AttentionProblem, QuantizedInputs]:
+) -> tuple[AttentionProblem, AttentionInputs]:
     """The `quantized_problem` of a call, and its inputs, quantized with the defaults of `quantize_fp8`."""
     kernel = kernel_for(inputs, "block", 0, False, False)
     quantized = quantize(inputs, "block", 0, False, False, kernel)
     return quantized_problem(problem, exact_lse, quantized.v_keys_last), _inputs_of(quantized, inputs)
 
 
-def _inputs_of(quantized: QuantizedQKV, inputs: AttentionInputs) -> QuantizedInputs:
+def _inputs_of(quantized: QuantizedQKV, inputs: AttentionInputs) -> AttentionInputs:
     """The inputs of a call with q, k and v replaced by quantized tensors."""
-    return QuantizedInputs(quantized.q, quantized.k, quantized.v, quantized.descales, *inputs[3:])
+    return inputs._replace(q=quantized.q, k=quantized.k, v=quantized.v, descales=quantized.descales)
 
 
 def prepare_call(

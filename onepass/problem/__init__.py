@@ -5,12 +5,9 @@ from .attention import (
     AttentionInputs,
     AttentionProblem,
     Descales,
-    Inputs,
     Mask,
-    ModifiedInputs,
     Modifiers,
     Quantization,
-    QuantizedInputs,
 )
 
 __all__ = [
@@ -18,10 +15,7 @@ __all__ = [
     "AttentionInputs",
     "AttentionProblem",
     "Descales",
-    "Inputs",
     "Mask",
-    "ModifiedInputs",
     "Modifiers",
     "Quantization",
-    "QuantizedInputs",
 ]

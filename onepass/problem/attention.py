@@ -113,7 +113,12 @@ def modifier_flags(modifiers: Modifiers | None) -> dict[str, Any]:
 
 
 class AttentionInputs(NamedTuple):
-    """The tensors of one call, which an `AttentionProblem` does not hold."""
+    """The tensors of one call, which an `AttentionProblem` does not hold.
+
+    Attributes:
+        modifiers: None: the call has none.
+        descales: of q, k and v in e4m3; None: they are not quantized.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -122,44 +127,8 @@ class AttentionInputs(NamedTuple):
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     seqused_k: torch.Tensor | None = None
-
-    @property
-    def modifiers(self) -> Modifiers | None:
-        """None: a call with modifiers has `ModifiedInputs`."""
-        return None
-
-
-class ModifiedInputs(NamedTuple):
-    """The tensors of one call with modifiers."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    sinks: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    seqused_k: torch.Tensor | None
-    modifiers: Modifiers
-
-
-Inputs = AttentionInputs | ModifiedInputs
-
-
-class QuantizedInputs(NamedTuple):
-    """The tensors of one call with quantized q, k and v."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    descales: Descales
-    sinks: torch.Tensor | None = None
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    seqused_k: torch.Tensor | None = None
-
-    @property
-    def modifiers(self) -> Modifiers | None:
-        return None
+    modifiers: Modifiers | None = None
+    descales: Descales | None = None
 
 
 @dataclass(frozen=True)
@@ -222,7 +191,7 @@ class AttentionProblem:
     @classmethod
     def of(
         cls,
-        inputs: Inputs | QuantizedInputs,
+        inputs: AttentionInputs,
         *,
         softmax_scale: float,
         mask: Mask,

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from .attention import AttentionProblem, Inputs
+from .attention import AttentionInputs, AttentionProblem
 from .decode import DecodeInputs, DecodeProblem, refuse_lengths
 from .descales import NAMES, descale_of_keys
 
@@ -87,7 +87,7 @@ def refuse_short_bias(
 
 
 def read_values(
-    problem: AttentionProblem, inputs: Inputs
+    problem: AttentionProblem, inputs: AttentionInputs
 ) -> tuple[list[int] | None, list[int] | None, list[int] | None, list[int] | None]:
     """cu_seqlens_q, cu_seqlens_k, seqused_k and seqstart_k as checked lists; None for those that are not given.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import AttentionProblem, Inputs, QuantizedInputs
+from . import AttentionInputs, AttentionProblem
 
 
 def empty_as(t: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -36,7 +36,7 @@ def in_order_of(t: Tensor, like: Tensor) -> Tensor:
     return empty_as(like, head_dim, t.dtype).copy_(t)
 
 
-def empty_outputs(problem: AttentionProblem, inputs: Inputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
+def empty_outputs(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Uninitialized out, in q's memory order, and lse (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)."""
     q, dtype = inputs.q, problem.accum_dtype
     if q.dim() == 3:
@@ -61,12 +61,14 @@ def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: T
     return out.zero_(), lse
 
 
-def outputs_without_keys(problem: AttentionProblem, inputs: Inputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
+def outputs_without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """out and lse of a call in which no row sees a key."""
     return without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
 
 
-def empty_gradients(inputs: Inputs, dkv_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_gradients(
+    inputs: AttentionInputs, dkv_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialized dq, dk, dv, with the memory order of q, k, v, and dsinks (of size 0 without sinks).
 
     Args: dkv_dtype: of dk and dv; None: that of k and v.

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
+from ..problem import AttentionInputs, AttentionProblem, Descales, Quantization
 from .layout import keys_first
 from .segments import segments_of
 
 
-def dequantized(problem: AttentionProblem, inputs: QuantizedInputs) -> AttentionInputs:
+def dequantized(problem: AttentionProblem, inputs: AttentionInputs) -> AttentionInputs:
     """The inputs of a quantized call in float32."""
-    q, k, v, descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
     assert problem.quantization is not None
-    tensors = dequantized_tensors(problem.quantization, q, k, v, descales, cu_seqlens_q, cu_seqlens_k)
-    return AttentionInputs(*tensors, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    assert inputs.descales is not None
+    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    q, k, v = dequantized_tensors(problem.quantization, *inputs[:3], inputs.descales, *offsets)
+    return inputs._replace(q=q, k=k, v=v, descales=None)
 
 
 def dequantized_tensors(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..geometry import philox
 from ..geometry.block_range import query_range, tile_needs_mask, tiles
-from ..problem import AttentionProblem, Inputs
+from ..problem import AttentionInputs, AttentionProblem
 from ..problem.attention import NO_MODIFIERS
 from ..problem.outputs import empty_gradients
 from .mask import TileMask, add_visible, fill_hidden, zero_hidden
@@ -32,7 +32,7 @@ from .tile_sizes import TileSizes, work_dtype
 
 def backward(
     problem: AttentionProblem,
-    inputs: Inputs,
+    inputs: AttentionInputs,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
@@ -48,7 +48,7 @@ def backward(
 
 def gradients(
     problem: AttentionProblem,
-    inputs: Inputs,
+    inputs: AttentionInputs,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
@@ -108,7 +108,9 @@ def gradients(
     return dq, dk, dv, dsinks, dslopes, dbias
 
 
-def gradient_of_sinks(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
+def gradient_of_sinks(
+    problem: AttentionProblem, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor
+) -> Tensor:
     """dsinks in the shape of sinks; of size 0 without sinks."""
     if inputs.sinks is None:
         return inputs.q.new_empty(0)
@@ -116,7 +118,7 @@ def gradient_of_sinks(problem: AttentionProblem, inputs: Inputs, out: Tensor, ls
 
 
 def _delta(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    problem: AttentionProblem, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Tensor:
     """delta of each row, in the shape of lse."""
     accum = problem.accum_dtype

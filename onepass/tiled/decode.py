@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..geometry.splits import split_ranges
-from ..problem import AttentionInputs, AttentionProblem, Inputs, Mask, ModifiedInputs, Modifiers
+from ..problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 from ..problem.decode import DecodeInputs, DecodeProblem
 from ..problem.lengths import read_cache_lengths, read_query_offsets
 from ..problem.outputs import empty_outputs, without_keys
@@ -44,8 +44,8 @@ def decode(
     # a given number of splits promises the same bits in any batch
     may_batch = problem.num_splits is None and problem.split_size is None
     if offsets is None and inputs.page_table is None and may_batch:
-        tensors = q, inputs.k_cache, inputs.v_cache, inputs.sinks, None, None, inputs.cache_seqlens + inputs.seqlen_new
-        whole = AttentionInputs(*tensors) if inputs.modifiers is None else ModifiedInputs(*tensors, inputs.modifiers)
+        used, modifiers = inputs.cache_seqlens + inputs.seqlen_new, inputs.modifiers
+        whole = AttentionInputs(q, inputs.k_cache, inputs.v_cache, inputs.sinks, seqused_k=used, modifiers=modifiers)
         results_of_batch = batch_forward(attention, whole)
         if results_of_batch is not None:
             return results_of_batch
@@ -64,17 +64,16 @@ def decode(
             queries = slice(*offsets[b : b + 2])
             operands = q[None, queries], k, v
             results = out[queries], lse[:, queries]
-        entry: Inputs = AttentionInputs(*operands, inputs.sinks)
+        entry = AttentionInputs(*operands, inputs.sinks)
         if inputs.modifiers is not None:
-            own = modifiers_of_entry(inputs.modifiers, b, queries, seqlen_k)
-            entry = ModifiedInputs(*operands, inputs.sinks, None, None, None, own)
+            entry = entry._replace(modifiers=modifiers_of_entry(inputs.modifiers, b, queries, seqlen_k))
         for result, computed in zip(results, _decode_entry(problem, entry, whole_forward), strict=True):
             result.copy_(computed[0])
     return out, lse
 
 
 def _decode_entry(
-    problem: DecodeProblem, inputs: Inputs, whole_forward: Callable[..., tuple[Tensor, Tensor]]
+    problem: DecodeProblem, inputs: AttentionInputs, whole_forward: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """out and lse of one sequence, as a batch of one."""
     q, k, v, sinks = inputs[:4]
@@ -87,8 +86,8 @@ def _decode_entry(
         return without_keys(out, lse, sinks, None)
     if len(splits) == 1 and not (attention.has_e4m3_cache or attention.float32_out):
         return whole_forward(attention, inputs)
-    if isinstance(inputs, ModifiedInputs):
-        partials = _forward_modified_splits(attention, inputs, splits)
+    if inputs.modifiers is not None:
+        partials = _forward_modified_splits(attention, inputs, inputs.modifiers, splits)
     else:
         partials = [_forward_split(attention, q, k, v, *split) for split in splits]
     outs, lses = zip(*partials, strict=True)
@@ -96,19 +95,18 @@ def _decode_entry(
 
 
 def _forward_modified_splits(
-    attention: AttentionProblem, inputs: ModifiedInputs, splits: list[tuple[int, int]]
+    attention: AttentionProblem, inputs: AttentionInputs, modifiers: Modifiers, splits: list[tuple[int, int]]
 ) -> list[tuple[Tensor, Tensor]]:
     """`_forward_split` of each split [start, end), with modifiers: key ranges leave only its keys."""
     dtype = attention.accum_dtype
     problem = replace(attention, dtype=dtype, has_sinks=False, has_key_ranges=True)
     q, k, v = (t.to(dtype) for t in inputs[:3])
     everything = torch.tensor([0, k.shape[1]], dtype=torch.int32, device=q.device).expand(1, 1, q.shape[1], 2)
-    ranges = everything if inputs.modifiers.key_ranges is None else inputs.modifiers.key_ranges
+    ranges = everything if modifiers.key_ranges is None else modifiers.key_ranges
     partials = []
     for start, end in splits:
         own = torch.stack((ranges[..., 0].clamp(min=start), ranges[..., 1].clamp(max=end)), -1)
-        modifiers = inputs.modifiers._replace(key_ranges=own)
-        partials.append(forward(problem, ModifiedInputs(q, k, v, None, None, None, None, modifiers)))
+        partials.append(forward(problem, AttentionInputs(q, k, v, modifiers=modifiers._replace(key_ranges=own))))
     return partials
 
 
@@ -147,5 +145,4 @@ def _forward_split(
     mask = Mask(None if left is None else left - keys_after, None if right is None else right + keys_after)
     dtype = attention.accum_dtype
     problem = replace(attention, dtype=dtype, seqlen_k=end - start, mask=mask, has_sinks=False)
-    tensors = (t.to(dtype) for t in (q, k[:, start:end], v[:, start:end]))
-    return forward(problem, AttentionInputs(*tensors))
+    return forward(problem, AttentionInputs(q.to(dtype), k[:, start:end].to(dtype), v[:, start:end].to(dtype)))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..geometry import philox
 from ..geometry.block_range import key_tiles, tiles
-from ..problem import AttentionProblem, Inputs, QuantizedInputs
+from ..problem import AttentionInputs, AttentionProblem
 from ..problem.outputs import empty_outputs, without_keys
 from ..quantization import codec, dequantize
 from .mask import Range, TileMask, add_visible
@@ -20,7 +20,7 @@ from .tile_sizes import TileSizes, work_dtype
 
 def forward(
     problem: AttentionProblem,
-    inputs: Inputs | QuantizedInputs,
+    inputs: AttentionInputs,
     tile_sizes: TileSizes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a whole call.
@@ -30,7 +30,7 @@ def forward(
     Source: FlashAttention-2, arXiv:2307.08691, Algorithm 1.
     """
     out, lse = empty_outputs(problem, inputs)
-    if isinstance(inputs, QuantizedInputs):
+    if inputs.descales is not None:
         inputs = dequantize.dequantized(problem, inputs)
     q = inputs.q
     pieces = sequences(problem, inputs)
@@ -48,7 +48,7 @@ def forward(
 
 def _forward_sequences(
     problem: AttentionProblem,
-    inputs: Inputs,
+    inputs: AttentionInputs,
     piece: Sequences,
     q: Tensor,
     k: Tensor,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..geometry import philox
 from ..geometry.block_range import tiles
-from ..problem import AttentionProblem, Inputs
+from ..problem import AttentionInputs, AttentionProblem
 from ..problem.attention import NO_MODIFIERS
 from .mask import Range, TilePairs
 from .scratch import Scratch
@@ -36,7 +36,7 @@ class ScoreModifiers:
     Queries and keys are numbered from the first ones of the piece.
     """
 
-    def __init__(self, problem: AttentionProblem, inputs: Inputs, piece: Sequences, group: HeadGroup):
+    def __init__(self, problem: AttentionProblem, inputs: AttentionInputs, piece: Sequences, group: HeadGroup):
         self.problem, self.piece, self.group = problem, piece, group
         self.inputs = inputs.modifiers or NO_MODIFIERS
         self.device = inputs.q.device
@@ -257,7 +257,7 @@ class ScoreModifiers:
 
 
 def make_modifiers(
-    problem: AttentionProblem, inputs: Inputs, piece: Sequences, group: HeadGroup
+    problem: AttentionProblem, inputs: AttentionInputs, piece: Sequences, group: HeadGroup
 ) -> ScoreModifiers | None:
     """The modifiers of a group; None if there are none, so that an ordinary call does no work for them."""
     if not (problem.has_row_ranges or problem.has_alibi or problem.has_bias or problem.dropout_p):

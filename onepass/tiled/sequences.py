@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..problem import AttentionProblem, Inputs
+from ..problem import AttentionInputs, AttentionProblem
 from ..problem.lengths import read_values
 
 
@@ -38,7 +38,7 @@ class Sequences(NamedTuple):
         return t[self.batch, :, self.queries] if self.batch is not None else t[:, self.queries].unsqueeze(0)
 
 
-def sequences(problem: AttentionProblem, inputs: Inputs) -> list[Sequences]:
+def sequences(problem: AttentionProblem, inputs: AttentionInputs) -> list[Sequences]:
     """All sequences of a call. Checks the values of the length tensors first.
 
     Keys before the start of a sequence, and queries before it, are left out.

@@ -1,8 +1,8 @@
 """Checks of the arguments of `attention` and `attention_varlen`, once, for all backends.
 
-`check_attention` and `check_attention_varlen` turn arguments into an `AttentionProblem`, or raise before any work is
-done, with what was expected and what was given. The order of the checks is always types, devices, dtypes, ranks,
-shapes, options. Code that receives a problem trusts it and checks nothing again.
+`check_attention` turns arguments into an `AttentionProblem`, or raises before any work is done, with what was expected
+and what was given. The order of the checks is always types, devices, dtypes, ranks, shapes, options. Code that receives
+a problem trusts it and checks nothing again.
 
 The exception is data that only the device knows: `problem.lengths.read_lengths` checks the values of `cu_seqlens_*`
 and `seqused_k` where a backend reads them, before it computes anything.
@@ -19,12 +19,24 @@ import torch
 
 from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90
 from ..kernels.config.arch import frames_to_caller
-from ..problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs
+from ..problem import AttentionInputs, AttentionProblem, Mask
 from ..problem.attention import NO_KEYS
-from .modifiers import check_modifiers
+from .modifiers import check_dropout, check_modifiers, given_modifiers, refuse_modifiers
 from .scalars import check_flag, check_int, check_real
-from .tensors import check_dense, check_max_seqlens, check_packed, check_sinks, check_tensors
+from .tensors import (
+    QUANTIZABLE_DTYPES,
+    check_dense,
+    check_max_seqlens,
+    check_one_of,
+    check_packed,
+    check_sinks,
+    check_tensors,
+    short_name,
+)
 
+PRECISIONS = ("fp8",)
+# the arguments that `onepass.attention_varlen` has, and `onepass.attention` has not
+PACKED = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 # More bytes than a machine has: a wider side of a window hides no further key, and sums of positions fit in 64 bits.
 WIDEST_WINDOW = 2**48
 
@@ -92,14 +104,14 @@ def _check_range(dtype: torch.dtype, scale: float, softcap: float | None) -> Non
 def checked_options(
     q: torch.Tensor,
     *,
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    sinks: Any,
-    softmax_scale: Any,
-    deterministic: Any,
-    return_lse: Any,
-    tuning: Any,
+    causal: Any = False,
+    window: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    softmax_scale: Any = None,
+    deterministic: Any = None,
+    return_lse: Any = False,
+    tuning: Any = None,
 ) -> dict[str, Any]:
     """Check the options of dense and packed calls; return them as keyword arguments of `AttentionProblem.of`."""
     mask = checked_mask(causal, window)
@@ -122,47 +134,54 @@ def checked_options(
     return {"softmax_scale": scale, "mask": mask, "softcap": softcap, "deterministic": is_reproducible}
 
 
+def has_offsets(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call with these arguments is one of `onepass.attention_varlen`."""
+    return "cu_seqlens_q" in arguments or "cu_seqlens_k" in arguments
+
+
 def check_attention(
-    q: Any, k: Any, v: Any, *, seqused_k: Any = None, modifiers: dict[str, Any] | None = None, **options: Any
-) -> AttentionProblem:
-    """The problem of a call of `onepass.attention`, whose arguments are checked.
-
-    Raises: TypeError, ValueError or UnsupportedError (a NotImplementedError), naming the argument, what was
-    expected and what was given. Nothing has been computed or changed when it raises.
-    """
-    check_tensors({"q": q, "k": k, "v": v})
-    check_dense(q, k, v, seqused_k)
-    inputs = AttentionInputs(q, k, v, options["sinks"], seqused_k=seqused_k)
-    return _problem_of(inputs, checked_options(q, **options), modifiers)
-
-
-def _problem_of(inputs: AttentionInputs, options: dict[str, Any], modifiers: dict[str, Any] | None) -> AttentionProblem:
-    """The problem of checked arguments; modifiers: the arguments of `check_modifiers` by name, None: there are none."""
-    if modifiers is not None:
-        num_keys = inputs.k.shape[1] if inputs.cu_seqlens_q is None else None
-        has_keys = inputs.k.shape[-3] > 0
-        found, dropout_p = check_modifiers(inputs.q, num_keys, inputs.cu_seqlens_q, **modifiers, has_keys=has_keys)
-        if found is not None:
-            return AttentionProblem.of(ModifiedInputs(*inputs, found), **options, dropout_p=dropout_p)
-    return AttentionProblem.of(inputs, **options)
-
-
-def check_attention_varlen(
     q: Any,
     k: Any,
     v: Any,
     *,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any = None,
-    max_seqlen_k: Any = None,
     seqused_k: Any = None,
-    modifiers: dict[str, Any] | None = None,
+    dropout_p: Any = 0.0,
+    precision: Any = None,
     **options: Any,
-) -> AttentionProblem:
-    """The problem of a call of `onepass.attention_varlen`; raises like `check_attention`."""
+) -> tuple[AttentionInputs, AttentionProblem]:
+    """The tensors and the problem of a call of `onepass.attention` or, with offsets, of `onepass.attention_varlen`.
+
+    Slopes of 16 bits are in float32 among the tensors. The problem is that of the call without its precision.
+
+    Args: those of the public functions; what is left out has its default.
+
+    Raises: TypeError, ValueError or UnsupportedError (a NotImplementedError), naming the argument, what was
+    expected and what was given. Nothing has been computed or changed when it raises.
+    """
+    given = given_modifiers(options)
+    if precision is not None:
+        refuse_modifiers(f"with precision={precision!r}", given, dropout_p)
     check_tensors({"q": q, "k": k, "v": v})
-    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    check_max_seqlens(max_seqlen_q, max_seqlen_k)
-    inputs = AttentionInputs(q, k, v, options["sinks"], cu_seqlens_q, cu_seqlens_k, seqused_k)
-    return _problem_of(inputs, checked_options(q, **options), modifiers)
+    cu_seqlens_q = cu_seqlens_k = num_keys = None
+    if has_offsets(options):
+        cu_seqlens_q, cu_seqlens_k, *max_seqlens = (options.pop(name, None) for name in PACKED)
+        check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        check_max_seqlens(*max_seqlens)
+    else:
+        check_dense(q, k, v, seqused_k)
+        num_keys = k.shape[1]
+    checked = checked_options(q, **options)
+    dropout_p = check_dropout(dropout_p)
+    modifiers = check_modifiers(q, num_keys, cu_seqlens_q, given, k.shape[-3] > 0) if given else None
+    if precision is not None:
+        check_precision(precision, q)
+    inputs = AttentionInputs(q, k, v, options.get("sinks"), cu_seqlens_q, cu_seqlens_k, seqused_k, modifiers)
+    return inputs, AttentionProblem.of(inputs, **checked, dropout_p=dropout_p)
+
+
+def check_precision(precision: Any, q: torch.Tensor) -> None:
+    """Check a `precision` that is not None, for a call whose tensors have been checked."""
+    check_one_of("precision", precision, PRECISIONS)
+    if q.dtype not in QUANTIZABLE_DTYPES:
+        expected = ", ".join(short_name(d) for d in QUANTIZABLE_DTYPES)
+        raise TypeError(f"q: expected dtype {expected} with precision='fp8', got {short_name(q.dtype)}")

@@ -15,7 +15,7 @@ from ..geometry.splits import MAX_SPLITS, MAX_SPLITS_BY_SIZE, SPLIT_UNIT
 from ..problem.decode import FEW_QUERIES, DecodeInputs, DecodeProblem
 from .attention import checked_options
 from .descales import check_descales
-from .modifiers import NAMES, check_modifiers, check_sizes
+from .modifiers import check_modifiers, check_sizes, given_modifiers
 from .overlap import refuse_overlaps
 from .scalars import LARGEST_BLOCK, check_block, check_flag, check_int
 from .tensors import (
@@ -82,8 +82,7 @@ def check_decode(
     check_new_keys(inputs, inputs.capacity)
     check_rotary(inputs)
     if inputs.modifiers is not None:
-        given = dict(zip(NAMES, inputs.modifiers[:-1], strict=True))
-        check_modifiers(q, inputs.capacity, inputs.cu_seqlens_q, given, 0.0)
+        check_modifiers(q, inputs.capacity, inputs.cu_seqlens_q, given_modifiers(inputs.modifiers._asdict()))
     check_rotary_positions(inputs)
     rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
     check_values = check_flag("check_values", check_values)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import V_KEYS, AttentionProblem, Descales, Quantization, QuantizedInputs
+from ..problem import V_KEYS, AttentionInputs, AttentionProblem, Descales, Quantization
 from ..quantization.dequantize import dequantized_tensors
-from .attention import checked_options
+from .attention import PACKED, checked_options, has_offsets
 from .lost_gradients import refuse_lost_gradients
+from .modifiers import given_modifiers, refuse_modifiers
 from .scalars import check_block, check_flag
 from .tensors import (
     E4M3,
@@ -22,7 +23,6 @@ from .tensors import (
     check_heads,
     check_int32,
     check_max_seqlens,
-    check_one_of,
     check_packed,
     check_ranks,
     check_tensor,
@@ -30,8 +30,6 @@ from .tensors import (
     shape_of,
     short_name,
 )
-
-PRECISIONS = ("fp8",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,14 +107,6 @@ class QuantizedQKV:
         check_dequantize(self, cu_seqlens_q, cu_seqlens_k)
         tensors = self.q, self.k, self.v
         return dequantized_tensors(self.quantization, *tensors, self.descales, cu_seqlens_q, cu_seqlens_k)
-
-
-def check_precision(precision: Any, q: torch.Tensor) -> None:
-    """Check a `precision` that is not None, for a call whose tensors have been checked."""
-    check_one_of("precision", precision, PRECISIONS)
-    if q.dtype not in QUANTIZABLE_DTYPES:
-        expected = ", ".join(short_name(d) for d in QUANTIZABLE_DTYPES)
-        raise TypeError(f"q: expected dtype {expected} with precision='fp8', got {short_name(q.dtype)}")
 
 
 def check_quantizable(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any) -> None:
@@ -253,18 +243,25 @@ def _check_descale(
 
 
 def check_quantized_call(
-    quantized: QuantizedQKV, k: Any, v: Any, *, precision: Any = None, seqused_k: Any = None, **options: Any
-) -> AttentionProblem:
-    """The problem of a call of `attention` or, with cu_seqlens, `attention_varlen` with a `QuantizedQKV`."""
+    quantized: QuantizedQKV,
+    k: Any,
+    v: Any,
+    *,
+    precision: Any = None,
+    seqused_k: Any = None,
+    dropout_p: Any = 0.0,
+    **options: Any,
+) -> tuple[AttentionInputs, AttentionProblem]:
+    """`check_attention` of a call with a `QuantizedQKV`."""
+    refuse_modifiers("with a QuantizedQKV", given_modifiers(options), dropout_p)
     for name, value in (("k", k), ("v", v), ("precision", precision)):
         if value is not None:
             raise TypeError(f"{name}: expected None with a QuantizedQKV, got {type(value).__name__}")
-    is_packed = "cu_seqlens_q" in options
-    cu_seqlens_q, cu_seqlens_k = (options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    max_seqlens = (options.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k"))
+    cu_seqlens_q = cu_seqlens_k = None
     tensors = quantized.q, quantized.k, quantized.v
     in_rows = tensors if not quantized.v_keys_last else (*tensors[:2], _v_stand_in(*tensors[1:]))
-    if is_packed:
+    if has_offsets(options):
+        cu_seqlens_q, cu_seqlens_k, *max_seqlens = (options.pop(name, None) for name in PACKED)
         check_packed(*in_rows, cu_seqlens_q, cu_seqlens_k, seqused_k)
         check_max_seqlens(*max_seqlens)
         batch = cu_seqlens_q.shape[0] - 1
@@ -281,17 +278,17 @@ def check_quantized_call(
             raise ValueError(f"v_mean: expected batch {batch} like cu_seqlens_q, got {quantized.v_mean.shape[0]}")
     else:
         check_dense(*in_rows, seqused_k)
-    if quantized.score_shift is not None and options["softcap"] is not None:
+    if quantized.score_shift is not None and options.get("softcap") is not None:
         raise ValueError(
             "softcap: expected None where the mean of k was subtracted (center_k=True): it changes capped scores, "
             f"got {options['softcap']}"
         )
-    sinks = options["sinks"]
+    sinks = options.get("sinks")
     checked = checked_options(quantized.q, **options)
     names = "q", "k", "v", "q_descale", "k_descale", "v_descale", "score_shift", "v_mean"
     refuse_lost_gradients({name: getattr(quantized, name) for name in names} | {"sinks": sinks})
-    inputs = QuantizedInputs(*tensors, quantized.descales, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)
     # sinks are compared with the corrected scores by means of lse (see quantization/centering.py)
-    exact_lse = bool(options["return_lse"]) or (sinks is not None and quantized.score_shift is not None)
+    exact_lse = bool(options.get("return_lse")) or (sinks is not None and quantized.score_shift is not None)
     quantization = replace(quantized.quantization, exact_lse=exact_lse)
-    return AttentionProblem.of(inputs, **checked, quantization=quantization)
+    inputs = AttentionInputs(*tensors, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, descales=quantized.descales)
+    return inputs, AttentionProblem.of(inputs, **checked, quantization=quantization)

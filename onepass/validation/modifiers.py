@@ -8,10 +8,11 @@ import torch
 
 from ..errors import UnsupportedError
 from ..problem import Modifiers
+from ..problem.arguments import TENSORS
 from .scalars import check_real
-from .tensors import SUPPORTED_DTYPES, check_int32, check_tensor, shape_of, short_name
+from .tensors import check_tensor, shape_of, short_name
 
-NAMES = ("seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias")
+NAMES = Modifiers._fields[:-1]  # the arguments of a call; the state of dropout is drawn
 
 
 def in_float32(slopes: Any) -> Any:
@@ -20,19 +21,31 @@ def in_float32(slopes: Any) -> Any:
     return slopes.float() if is_16_bit else slopes
 
 
-def are_given(given: tuple, dropout_p: Any) -> bool:
-    """Whether a call may have modifiers. Args: given: the arguments `NAMES`."""
-    return not (type(dropout_p) is float and dropout_p == 0.0) or any(t is not None for t in given)
-
-
-def refuse_modifiers(because: str, given: tuple, dropout_p: Any) -> None:
-    """Raise UnsupportedError if a call has modifiers. Args: given: the arguments `NAMES`."""
-    for name, value in zip(NAMES, given, strict=True):
+def given_modifiers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Take those of the arguments `NAMES` that are not None out of the arguments of a call."""
+    given = {}
+    for name in NAMES:
+        value = arguments.pop(name, None)
         if value is not None:
-            what = shape_of(value) if type(value) is torch.Tensor and not value.is_nested else repr(value)
-            raise UnsupportedError(f"{name}: expected None {because}, got {what}")
+            given[name] = in_float32(value) if name == "alibi_slopes" else value
+    return given
+
+
+def refuse_modifiers(because: str, given: dict[str, Any], dropout_p: Any) -> None:
+    """Raise UnsupportedError if a call has modifiers. Args: given: those of the arguments `NAMES` that it has."""
+    for name, value in given.items():
+        what = shape_of(value) if type(value) is torch.Tensor and not value.is_nested else repr(value)
+        raise UnsupportedError(f"{name}: expected None {because}, got {what}")
     if check_real("dropout_p", dropout_p):
         raise UnsupportedError(f"dropout_p: expected 0.0 {because}, got {dropout_p}")
+
+
+def check_dropout(dropout_p: Any) -> float:
+    """A probability below 1."""
+    dropout_p = check_real("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: expected a probability from 0 up to, but not including, 1, got {dropout_p}")
+    return dropout_p
 
 
 def check_modifiers(
@@ -40,55 +53,44 @@ def check_modifiers(
     num_keys: int | None,
     cu_seqlens_q: torch.Tensor | None,
     given: dict[str, Any],
-    dropout_p: Any,
     has_keys: bool = True,
-) -> tuple[Modifiers | None, float]:
-    """The modifiers of a call whose other tensors are checked, without the state of dropout, and dropout_p.
+) -> Modifiers | None:
+    """The modifiers of a call whose other tensors are checked, without the state of dropout; None: it has none.
 
     Args:
         num_keys: columns of a bias that has one for each key; None: any number of them.
-        given: arguments by name, of `NAMES`.
+        given: those of the arguments `NAMES` that the call has.
         has_keys: whether k has any rows.
     """
-    dropout_p = check_real("dropout_p", dropout_p)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: expected a probability from 0 up to, but not including, 1, got {dropout_p}")
-    if all(given[name] is None for name in NAMES):
-        return (Modifiers() if dropout_p else None), dropout_p
-    is_packed = cu_seqlens_q is not None
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    heads, rows = q.shape[-2], q.shape[-3]
-    start, ranges, positions, slopes, bias = (given[name] for name in NAMES)
-    sizes: tuple[tuple[int, ...] | None, ...]
-    if start is not None:
-        check_int32("seqstart_k", start, (batch,), "one per batch entry or sequence", q.device)
-    if ranges is not None:
-        sizes = ((1, heads), (rows,), (2,)) if is_packed else ((1, batch), (1, heads), (rows,), (2,))
-        check_sizes("key_ranges", ranges, sizes, q.device, (torch.int32,))
-    if positions is not None:
-        sizes = ((rows,),) if is_packed else ((1, batch), (rows,))
-        check_sizes("q_positions", positions, sizes, q.device, (torch.int32,))
-    if slopes is not None:
-        dims = slopes.dim() if isinstance(slopes, torch.Tensor) else 1
-        check_sizes(
-            "alibi_slopes", slopes, ((batch,), (heads,)) if dims == 2 else ((heads,),), q.device, (torch.float32,)
-        )
-    if bias is not None:
-        # with positions a row for each position; there may be any number of them
-        bias_rows = None if positions is not None else (1, rows)
-        columns = None if num_keys is None else (1, num_keys)
-        check_sizes(
-            "bias",
-            bias,
-            (*(() if is_packed else ((1, batch),)), (1, heads), bias_rows, columns),
-            q.device,
-            SUPPORTED_DTYPES,
-        )
-        if bias_rows is None and rows and not bias.shape[-2]:
-            raise ValueError(f"bias: expected at least 1 row with q_positions, got shape {shape_of(bias)}")
-        if columns is None and has_keys and not bias.shape[-1]:
-            raise ValueError(f"bias: expected at least 1 column, got shape {shape_of(bias)}")
-    return Modifiers(*(given[name] for name in NAMES)), dropout_p
+    if not given:
+        return None
+    is_packed, rows, bias = cu_seqlens_q is not None, q.shape[-3], given.get("bias")
+    sizes: dict[str, int | None] = {
+        "1": 1,
+        "2": 2,
+        "batch": q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+        "heads": q.shape[-2],
+        "rows": rows,
+        "positions": None if "q_positions" in given else rows,
+        "keys": num_keys,
+    }
+    for name, t in given.items():
+        rule = TENSORS[name]
+        dims = t.dim() if isinstance(t, torch.Tensor) and not t.is_nested else 0
+        shape = next((shape for shape in rule.shapes if len(shape) == dims), rule.shapes[0])
+        shape = shape[1:] if is_packed and shape[0] == ("1", "batch") else shape
+        check_sizes(name, t, tuple(_sizes(words, sizes) for words in shape), q.device, rule.dtypes)
+    if bias is not None and sizes["positions"] is None and rows and not bias.shape[-2]:
+        raise ValueError(f"bias: expected at least 1 row with q_positions, got shape {shape_of(bias)}")
+    if bias is not None and num_keys is None and has_keys and not bias.shape[-1]:
+        raise ValueError(f"bias: expected at least 1 column, got shape {shape_of(bias)}")
+    return Modifiers(**given)
+
+
+def _sizes(words: tuple[str, ...], sizes: dict[str, int | None]) -> tuple[int, ...] | None:
+    """The sizes that words of a `TensorRule` allow; None: any size."""
+    found = tuple(sizes[word] for word in words)
+    return None if any(size is None for size in found) else found  # type: ignore[return-value]
 
 
 def check_sizes(

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ..problem.arguments import SUPPORTED_DTYPES
 from ..quantization.codec import E4M3
 from . import layout_hints
 from .scalars import check_int
 
-SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 QUANTIZABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DENSE_DIMS = "(batch, seqlen, num_heads, head_dim)"
 PACKED_DIMS = "(total_tokens, num_heads, head_dim)"

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass import fp8
-from onepass.api import attention, calls, fast_path
+from onepass.api import calls, fast_path, steps
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends
 from onepass.kernels.config import ForwardConfigSm80
@@ -171,7 +171,7 @@ def test_what_is_prepared_is_what_was_checked(kind, is_packed, monkeypatch):
     monkeypatch.setattr(backends, "config_type", lambda name: ForwardConfigSm80)
     function, rows, options = call_of_kind(kind, is_packed, tuning=tuning, **ALL_OPTIONS)
     function(*rows, **options, backend="tiled")
-    assert len(prepared) == (1 if kind == "modifiers" else 2)  # by the operator, and to be kept
+    assert len(prepared) == 2  # by the operator, and to be kept
     assert set(prepared) == {checked[0]} == {(checked[0][0], torch.device("cpu"), tuning)}
 
 
@@ -181,10 +181,8 @@ def test_each_argument_reaches_the_checks(kind, is_packed, monkeypatch):
     def check(*tensors, **arguments):
         raise Seen(tensors, arguments)
 
-    name = "check_attention_varlen" if is_packed else "check_attention"
-    for module in (attention, calls):
-        monkeypatch.setattr(module, name, check)
-        monkeypatch.setattr(module.fp8, "check_quantized_call", check)
+    monkeypatch.setattr(steps, "check_attention", check)
+    monkeypatch.setattr(steps.fp8, "check_quantized_call", check)
     hints = {"max_seqlen_q": 5, "max_seqlen_k": 4} if is_packed else {}
     function, rows, options = call_of_kind(kind, is_packed, tuning=ForwardConfigSm80(), **hints, **ALL_OPTIONS)
     for run in (function, lambda *rows, **options: calls._supports(*rows, dict(options), None)):
@@ -192,11 +190,42 @@ def test_each_argument_reaches_the_checks(kind, is_packed, monkeypatch):
             run(*rows, **options)
         given, found = seen.value.args
         assert all(t is row for t, row in zip(given, rows, strict=True))
-        modifiers = found.pop("modifiers", None) or {}
-        found |= modifiers.get("given", {}) | {"dropout_p": modifiers.get("dropout_p", 0.0)}
-        # what a call leaves out has a default that is not true; precision is checked apart
-        expected = {n: value for n, value in options.items() if n != "precision"}
-        assert {n: value for n, value in found.items() if n in options or value} == expected
+        # what a call leaves out has a default that is not true
+        assert {n: value for n, value in found.items() if n in options or value} == options
+
+
+OTHER_MODIFIERS = {
+    "seqstart_k": lambda t: 1 - t % 2,
+    "key_ranges": lambda t: t + torch.tensor([1, 0], dtype=INT32),
+    "q_positions": lambda t: t.flip(-1),
+    "alibi_slopes": lambda t: t.bfloat16() / 2,
+    "bias": lambda t: t.triu(),
+}
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", KINDS["modifiers"])
+def test_a_repeated_call_has_its_own_modifiers(name, is_packed, count_operator):
+    """The values of a modifier are those of each call, and each call with dropout draws bits of its own."""
+    function, rows, options = call_of_kind("modifiers", is_packed, causal=True)
+    options = {n: value for n, value in options.items() if n == name or n not in KINDS["modifiers"]}
+    value = options[name]
+    values = [value, value, value if name == "dropout_p" else OTHER_MODIFIERS[name](value)]
+
+    def outs():
+        torch.manual_seed(0)
+        return [function(*rows, **options | {name: other}) for other in values]
+
+    kept = outs()
+    assert count_operator == [1]
+    expected = []
+    torch.manual_seed(0)
+    for other in values:
+        fast_path.forget()
+        expected.append(function(*rows, **options | {name: other}))
+    for a, b in zip(kept, expected, strict=True):
+        same(a, b)
+    assert not torch.equal(kept[0], kept[-1])
 
 
 @pytest.mark.parametrize("layout", ["transposed", "slices"])

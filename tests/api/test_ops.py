@@ -2,15 +2,18 @@
 
 import dataclasses
 import threading
+from typing import ClassVar
 
 import fresh_process
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
 from onepass.dispatch import backends
+from onepass.ops import attention as ops
 from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.tiled import scratch
 
@@ -198,6 +201,32 @@ def test_a_second_derivative_is_refused_with_a_reason():
         dq.sum().backward()
 
 
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.tensor([0.5])}], ids=["plain", "modified"])
+def test_a_backward_goes_through_the_operator_where_something_watches(monkeypatch, options):
+    """Elsewhere it calls the implementation itself, with the same results."""
+
+    class Watch(TorchDispatchMode):
+        seen: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    name = "attention_modified_backward" if options else "attention_backward"
+    q = torch.randn(1, 5, 1, 8, requires_grad=True)
+    out = onepass.attention(q, q, q, **options)
+    (expected,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    loss = out.sum()
+    with Watch():
+        assert torch.autograd.grad(loss, q, retain_graph=True)[0].equal(expected)
+    assert Watch.seen.count(f"onepass.{name}.default") == 1
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(loss, q, retain_graph=True)
+    assert f"onepass::{name}" in {event.key for event in profile.key_averages()}
+    monkeypatch.setattr(ops, "OPERATORS", None)
+    assert torch.autograd.grad(loss, q, retain_graph=True)[0].equal(expected)
+
+
 def test_forward_mode_is_refused_with_a_reason():
     q, k, v = qkv(1, 4)
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
@@ -295,17 +324,64 @@ def test_flops_are_counted():
     assert counter.get_total_flops() == pairs * (4 * 8 + 10 * 8)
 
 
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
+MODIFIERS = "Tensor? seqstart_k, Tensor? key_ranges, Tensor? q_positions, Tensor? alibi_slopes, Tensor? bias"
+SCORES = "float softmax_scale, SymInt? window_left, SymInt? window_right, float? softcap"
+OPTIONS = f"{SCORES}, bool deterministic, str backend, str? tuning"
+MODIFIED = f"{INPUTS}, {MODIFIERS}, Tensor? dropout_state, float dropout_p, {OPTIONS}"
+RESULTS = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
+GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dsinks"
+QUANTIZATION = "ScalarType out_dtype, SymInt? q_block, SymInt? kv_block, bool v_keys_last, bool exact_lse"
+DESCALES = "Tensor q_descale, Tensor k_descale, Tensor v_descale"
+CACHE = (
+    "Tensor cache_seqlens, Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sinks, "
+    "Tensor? k_descale, Tensor? v_descale, Tensor? cu_seqlens_q"
+)
+DECODE_OPTIONS = (
+    f"{SCORES}, SymInt? num_splits, SymInt? split_size, bool rotary_interleaved, bool check_values, SymInt? kv_block, "
+    "SymInt? max_seqlen_q, str backend"
+)
+POSITIONS = "Tensor? rotary_positions_q, Tensor? rotary_positions_k"
+WRITTEN = f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {CACHE}, Tensor k_new, Tensor v_new"
+READ = f"Tensor q, Tensor k_cache, Tensor v_cache, {CACHE}"
+SCHEMAS = {
+    "attention_forward": (f"{INPUTS}, {OPTIONS}", "Tensor out, Tensor lse"),
+    "attention_backward": (f"{RESULTS}, {INPUTS}, {OPTIONS}", GRADIENTS),
+    "attention_modified_forward": (MODIFIED, "Tensor out, Tensor lse"),
+    "attention_modified_backward": (
+        f"{RESULTS}, bool constant_slopes, bool constant_bias, {MODIFIED}",
+        f"{GRADIENTS}, Tensor dslopes, Tensor dbias",
+    ),
+    "attention_fp8": (f"{INPUTS}, {OPTIONS}, str forward_backend, bool exact_lse", "Tensor out, Tensor lse"),
+    "attention_quantized": (f"{INPUTS}, {OPTIONS}, {DESCALES}, {QUANTIZATION}", "Tensor out, Tensor lse"),
+    "decode": (f"{READ}, {DECODE_OPTIONS}", "Tensor out, Tensor lse"),
+    "decode_append": (f"{WRITTEN}, {DECODE_OPTIONS}", "Tensor out, Tensor lse"),
+    "decode_modified": (f"{READ}, {MODIFIERS}, {POSITIONS}, {DECODE_OPTIONS}", "Tensor out, Tensor lse"),
+    "decode_modified_append": (f"{WRITTEN}, {MODIFIERS}, {POSITIONS}, {DECODE_OPTIONS}", "Tensor out, Tensor lse"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_programs_that_were_exported_still_load(name):
+    """A schema may get new arguments with defaults at its end, and nothing else."""
+    arguments, results = SCHEMAS[name]
+    exported = torch._C.parse_schema(f"onepass::{name}({arguments}) -> ({results})")
+    assert getattr(torch.ops.onepass, name).default._schema.is_backward_compatible_with(exported)
+
+
 def test_deterministic_follows_the_global_flag():
     q, k, v = qkv(1, 4)
     from onepass.validation.attention import check_attention
 
-    options = {"causal": False, "window": None, "softcap": None, "sinks": None, "softmax_scale": None}
-    options |= {"return_lse": False, "tuning": None}
-    assert not check_attention(q, k, v, **options, deterministic=None).deterministic
+    def is_deterministic(**options):
+        return check_attention(q, k, v, **options)[1].deterministic
+
+    assert not is_deterministic()
     torch.use_deterministic_algorithms(True)
     try:
-        assert check_attention(q, k, v, **options, deterministic=None).deterministic
-        assert not check_attention(q, k, v, **options, deterministic=False).deterministic
+        assert is_deterministic()
+        assert is_deterministic(deterministic=None)
+        assert not is_deterministic(deterministic=False)
     finally:
         torch.use_deterministic_algorithms(False)
 

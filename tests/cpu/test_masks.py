@@ -11,7 +11,7 @@ import onepass
 import onepass.tiled
 from onepass.cpu import operators
 from onepass.cpu.masks import MASK_ELEMENTS, ROWS, groups, needs_masks
-from onepass.problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 from onepass.testing import Call
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -242,7 +242,7 @@ def test_slopes_of_entries_keep_masks_small(shape):
     """Entries that share no mask are not computed together where their masks would take too much memory."""
     keys = MASK_ELEMENTS // ROWS
     q, k, v = tensors(ROWS, keys, batch=3).values()
-    inputs = ModifiedInputs(q, k, v, *[None] * 4, Modifiers(alibi_slopes=torch.ones(shape)))
+    inputs = AttentionInputs(q, k, v, *[None] * 4, Modifiers(alibi_slopes=torch.ones(shape)))
     problem = AttentionProblem.of(inputs, softmax_scale=0.1, mask=Mask(), softcap=None, deterministic=False)
     entries = {(group.entries.start, group.entries.stop) for group in groups(problem, inputs, 3, keys)}
     assert entries == ({(0, 3)} if len(shape) == 1 else {(0, 1), (1, 2), (2, 3)})

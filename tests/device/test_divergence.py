@@ -42,6 +42,10 @@ TOGETHER = {
     "a loop of as many rounds": (
         f"mov.b32 %i, 0;\n$top:\n{WAIT};\nadd.s32 %i, %i, 1;\nsetp.lt.s32 %p, %i, %n;\n@%p bra $top;"
     ),
+    "a scope of inline assembly": (
+        "{ .reg .b32 t; mbarrier.arrive.expect_tx.shared::cluster.b64 _, [t], 4;"
+        f" st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [t], %n, [t]; }}\n{WAIT};"
+    ),
     "a wait for a barrier": f"$top:\nmbarrier.try_wait.parity.shared.b64 %p, [%n], 0;\n@!%p bra $top;\n{WAIT};",
 }
 PARTED = {

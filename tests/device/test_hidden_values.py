@@ -13,7 +13,7 @@ from test_forward_sm80_values import ARCH, Arguments
 from onepass import reference
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import forward_sm80 as launch
-from onepass.problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 from onepass.testing.budget import compare, compare_gradients, compare_lse
 from onepass.tiled import forward
 
@@ -34,7 +34,7 @@ def posed():
     hidden = torch.tensor([11, 40, 80])
     bias[..., hidden] = -torch.inf
     options = {"seqstart_k": STARTS, "bias": bias}
-    inputs = ModifiedInputs(q, k, v, *[None] * 4, Modifiers(**options))
+    inputs = AttentionInputs(q, k, v, *[None] * 4, Modifiers(**options))
     problem = AttentionProblem.of(inputs, softmax_scale=0.125, mask=Mask(), softcap=None, deterministic=False)
     return problem, inputs, options, hidden
 

@@ -107,8 +107,7 @@ def device(monkeypatch):
         "modifiers": "blocks.softmax.modifiers",
         "tiles": "blocks.tiles.key_tiles",
         "repair": "blocks.repair.gradients",
-        "warpgroup": "sm90.forward.warpgroup",
-        "consumer": "sm90.forward.consumer",
+        "output": "sm90.forward.output",
     }
     modules = {name: fresh(f"onepass.kernels.device.{path}") for name, path in names.items()}
     for module in modules.values():
@@ -396,28 +395,9 @@ def test_splits_that_a_packed_sequence_lacks(device, monkeypatch):
     """The merge reads the lse of all splits: those past the sequence's own count as empty."""
     written = []
     monkeypatch.setattr(
-        device.warpgroup.epilogue, "store_lse", lambda lse, mLSE, row, is_row, lane: written.append((lse, row))
+        device.output.epilogue, "store_lse", lambda lse, mLSE, row, is_row, lane: written.append((lse, row))
     )
-    warps = SimpleNamespace(all_splits=(5, 60), lane_in_quad=0)
-    store = device.warpgroup.Warpgroup.store_absent_splits.__wrapped__
-    store(warps, SimpleNamespace(num_splits=3), None, 7, True)
+    output = SimpleNamespace(inputs=SimpleNamespace(all_splits=(5, 60)), thread=SimpleNamespace(lane_in_quad=0))
+    store = device.output.Output._store_absent_splits.__wrapped__
+    store(output, SimpleNamespace(num_splits=3), None, 7, True)
     assert written == [(-math.inf, 7 + 60 * split) for split in (3, 4)]
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_loads_without_a_producer(device, blocks):
-    """Each block of K and of V is loaded once, from the last one to the first."""
-    tile, loaded = SimpleNamespace(first=3, last=3 + blocks), {"k": [], "v": []}
-    device.arch.warp_idx = lambda: 0
-    device.consumer.after = lambda state: state + 1
-    consumer = SimpleNamespace(
-        producer=SimpleNamespace(load_q=lambda *_: None),
-        _load_k=lambda tile, n_block, state: loaded["k"].append((n_block, state)),
-        _load_v=lambda tile, n_block, state: loaded["v"].append((n_block, state)),
-    )
-    loads = device.consumer.Consumer
-    loads.load_first.__wrapped__(consumer, tile, 0, 0, 0)
-    for step in range(1, blocks):
-        loads.load_next.__wrapped__(consumer, tile, tile.last - 1 - step, step, step - 1)
-    expected = [(tile.last - 1 - step, step) for step in range(blocks)]
-    assert loaded == {"k": expected, "v": expected}

@@ -14,7 +14,7 @@ from onepass import reference
 from onepass.kernels.launch import modifiers, query_bounds
 from onepass.kernels.launch.arguments import window_bounds
 from onepass.kernels.launch.modifiers import entries_of
-from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
@@ -73,7 +73,7 @@ class RandomCall:
             positions = torch.randint(0, keys + 1, (*shape, rows)).int()
         window = rng.choice([(None, None), (None, 0), (50, 0), (30, 20)])
         self.mask = Mask.from_options(False, window)
-        self.inputs = ModifiedInputs(q, k, k, None, *cu_seqlens, used, Modifiers(start, ranges, positions))
+        self.inputs = AttentionInputs(q, k, k, None, *cu_seqlens, used, Modifiers(start, ranges, positions))
         self.problem = AttentionProblem.of(
             self.inputs, softmax_scale=0.1, mask=self.mask, softcap=None, deterministic=deterministic
         )
@@ -198,7 +198,7 @@ def test_more_blocks_than_a_warp_has_lanes():
     low = (torch.arange(70 * 64) >= 40 * 64).int() * 128
     ranges = torch.stack([low, low + 128], -1)[None, None]
     q, k = torch.zeros(1, 70 * 64, 1, 64).half(), torch.zeros(1, 256, 1, 64).half()
-    inputs = ModifiedInputs(q, k, k, *[None] * 4, Modifiers(key_ranges=ranges))
+    inputs = AttentionInputs(q, k, k, *[None] * 4, Modifiers(key_ranges=ranges))
     problem = AttentionProblem.of(inputs, softmax_scale=0.1, mask=Mask(), softcap=None, deterministic=False)
     bounds = computed(problem, inputs, Tiles(64, 128))
     assert bounds[:, :, 0, 0].tolist() == [[0, 0, 40, 40], [40, 40, 70, 70]]

@@ -13,7 +13,7 @@ from test_forward_sm80_values import ARCH, Arguments, ptx_interpreter
 from onepass import reference
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import forward_sm80 as launch
-from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 from onepass.testing.budget import compare, compare_gradients, compare_lse
 from onepass.tiled import backward, forward
 
@@ -54,7 +54,7 @@ def posed(names: set, rows: int, keys: int):
     """A problem with these options, its inputs, and the options."""
     q, k, v = (normal(2, n, h, 64, dtype=torch.bfloat16) for n, h in ((rows, 2), (keys, 1), (keys, 1)))
     options = options_of(names, rows, keys, 2)
-    inputs = ModifiedInputs(q, k, v, *[None] * 4, Modifiers(*(options.get(n) for n in Modifiers._fields)))
+    inputs = AttentionInputs(q, k, v, *[None] * 4, Modifiers(*(options.get(n) for n in Modifiers._fields)))
     problem = AttentionProblem.of(
         inputs,
         softmax_scale=0.125,
@@ -153,7 +153,7 @@ def test_gradients_of_a_block_in_between_that_sees_none_of_the_keys():
     low = torch.arange(rows, dtype=torch.int32) // 64 % 2 * 64
     options = {"key_ranges": torch.stack([low, low + 64], -1)[None, None]}
     q, k, v = (normal(1, n, h, 64, dtype=torch.bfloat16) for n, h in ((rows, 2), (keys, 1), (keys, 1)))
-    inputs = ModifiedInputs(q, k, v, *[None] * 4, Modifiers(key_ranges=options["key_ranges"]))
+    inputs = AttentionInputs(q, k, v, *[None] * 4, Modifiers(key_ranges=options["key_ranges"]))
     problem = AttentionProblem.of(inputs, softmax_scale=0.125, mask=Mask(), softcap=None, deterministic=False)
     dout = normal(*q.shape, dtype=torch.bfloat16)
     out, lse = forward(problem, inputs)
@@ -171,7 +171,7 @@ def test_a_packed_bias_with_too_few_columns_is_not_left():
     q, k, v = (normal(n, h, 64, dtype=torch.bfloat16) for n, h in ((rows, 2), (keys, 1), (keys, 1)))
     bias = normal(2, rows, columns, dtype=torch.bfloat16)
     lengths = [torch.tensor([0, n], dtype=torch.int32) for n in (rows, keys)]
-    inputs = ModifiedInputs(q, k, v, None, *lengths, None, Modifiers(bias=bias))
+    inputs = AttentionInputs(q, k, v, None, *lengths, None, Modifiers(bias=bias))
     problem = AttentionProblem.of(inputs, softmax_scale=0.125, mask=Mask(), softcap=None, deterministic=False)
     padded = torch.cat((bias, bias[..., -1:].expand(-1, -1, keys - columns)), -1)
     whole = inputs._replace(modifiers=Modifiers(bias=padded))

@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import os
 import re
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -20,6 +21,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # as in pyproject.toml, for this script
+
 from decode_cases import DecodeCase, RandomDecodeCase
 from gpu_cases import Case, RandomCase
 
@@ -30,18 +34,13 @@ from onepass.kernels.config import ForwardConfigSm90
 from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.problem import AttentionProblem
 from onepass.testing import Call
-from onepass.validation import attention as validation
-from onepass.validation import modifiers
+from onepass.validation.attention import check_attention
 
 
 def problem_of(call: Call) -> AttentionProblem:
     """The problem that a call poses on a GPU. The call's tensors may be on the "meta" device."""
-    check = validation.check_attention_varlen if call.is_packed else validation.check_attention
-    absent = dict.fromkeys(("window", "softcap", "sinks", "softmax_scale", "tuning"))
-    options = {**absent, "causal": False, "deterministic": False, "return_lse": True, **call.options}
-    given = {name: options.pop(name, None) for name in modifiers.NAMES}
-    options["modifiers"] = {"given": given, "dropout_p": options.pop("dropout_p", 0.0)}
-    return replace(check(**call.tensors, **options), device_type="cuda")
+    _, problem = check_attention(**call.tensors, **{"deterministic": False, "return_lse": True} | call.options)
+    return replace(problem, device_type="cuda")
 
 
 def config_of(call: Call) -> ForwardConfigSm90:

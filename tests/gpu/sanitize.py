@@ -14,8 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # as in pyproject.toml, for this script
+
 from decode_cases import DecodeCase
 from gpu_cases import BF16, DEVICE, FP16, ON_GPU, Case, case, run_as_user
 from gradient_cases import Loss, expected_gradients, gradients, loss_of

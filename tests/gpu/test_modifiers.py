@@ -10,7 +10,7 @@ from gpu_cases import DEVICE, IS_READY, ON_GPU
 
 from onepass import reference, testing
 from onepass.dispatch import attention as dispatch
-from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 from onepass.testing.budget import Scale, compare, compare_gradients, compare_lse
 
 pytestmark = pytest.mark.gpu
@@ -142,10 +142,10 @@ class ModifierCase(NamedTuple):
         return requests + [request for _, request in dispatch.backward_requests(self.backend, problem, True)]
 
 
-def inputs_of(call: Call) -> ModifiedInputs:
+def inputs_of(call: Call) -> AttentionInputs:
     lengths = (call.options.get(n) for n in ("sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
     modifiers = Modifiers(*(call.options.get(n) for n in Modifiers._fields))
-    return ModifiedInputs(*call.tensors.values(), *lengths, modifiers)
+    return AttentionInputs(*call.tensors.values(), *lengths, modifiers)
 
 
 def on(call: Call, device: str) -> Call:

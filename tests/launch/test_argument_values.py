@@ -14,7 +14,7 @@ from onepass.kernels.config import BackwardConfigSm80, BackwardConfigSm90
 from onepass.kernels.launch import arguments, backward_sm90, forward_sm80, forward_sm90, modifiers
 from onepass.kernels.launch.backward import BackwardLaunch, counts
 from onepass.kernels.launch.decode import SplitPlan
-from onepass.problem import AttentionInputs, AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 from onepass.problem.decode import DecodeInputs, DecodeProblem, rounded_length
 from onepass.problem.descales import descale_of_keys
 from onepass.quantization import codec
@@ -117,7 +117,7 @@ def test_every_shape_of_a_descale_says_what_it_says_by_keys():
 
 def posed(**given):
     q, k = torch.zeros(2, 30, 4, 64), torch.zeros(2, 50, 2, 64)
-    inputs = ModifiedInputs(q, k, k, *[None] * 4, Modifiers(**given))
+    inputs = AttentionInputs(q, k, k, *[None] * 4, Modifiers(**given))
     problem = AttentionProblem.of(inputs, softmax_scale=0.25, mask=Mask(), softcap=None, deterministic=False)
     return problem, inputs
 

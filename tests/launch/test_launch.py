@@ -20,7 +20,7 @@ from onepass.kernels.launch import float32_halves as halves_launch
 from onepass.kernels.launch import forward_sm80 as launch_sm80
 from onepass.kernels.launch import forward_sm90 as launch
 from onepass.ops import quantize
-from onepass.problem import AttentionInputs, AttentionProblem, Mask, QuantizedInputs
+from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.problem.outputs import empty_as, empty_outputs
 
 FULL = Mask()
@@ -70,7 +70,7 @@ def test_arguments_of_the_kernel_in_fp8(launched):
     q, k, v = (torch.randn(2, 40, heads, 32) for heads in (4, 2, 2))
     quantized = onepass.quantize_fp8(q.half(), k.half(), v.half())
     apart = torch.empty(2, 40, 4, 40, dtype=torch.float8_e4m3fn)[..., :32].copy_(quantized.q)  # rows are 40 bytes apart
-    inputs = QuantizedInputs(apart, quantized.k, quantized.v, quantized.descales)
+    inputs = AttentionInputs(apart, quantized.k, quantized.v, descales=quantized.descales)
     problem = replace(
         AttentionProblem.of(
             inputs,

@@ -9,7 +9,7 @@ import torch
 from onepass.kernels.arguments import QueryBoundsArguments
 from onepass.kernels.config import BackwardConfigSm80, BackwardConfigSm90
 from onepass.kernels.launch import modifiers, query_bounds
-from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 
 CONFIG = BackwardConfigSm90(tile_m=128, q_stages=2, dynamic_tiles=True)
 
@@ -19,7 +19,7 @@ def posed(lead: tuple, heads: tuple, rows: int, keys: int, **given):
     q, k = (torch.zeros(*lead, n, h, 64).half() for n, h in ((rows, heads[0]), (keys, heads[1])))
     names = {name: given.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k") if name in given}
     lengths = (names.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
-    inputs = ModifiedInputs(q, k, k, None, *lengths, Modifiers(**given))
+    inputs = AttentionInputs(q, k, k, None, *lengths, Modifiers(**given))
     return AttentionProblem.of(inputs, softmax_scale=0.1, mask=Mask(), softcap=None, deterministic=False), inputs
 
 

@@ -134,7 +134,7 @@ AREAS = (
                 ("tests/compat/test_flash_attn_private.py", "tests/compat/test_flash_attn_options.py"),
             ),
             Group(("onepass/validation/modifiers.py",), ("tests/validation/test_modifier_checks.py", *CHECKS)),
-            Group(("onepass/tiled/modifiers.py", "onepass/ops/modified.py"), MODIFIED),
+            Group(("onepass/tiled/modifiers.py",), MODIFIED),
             Group(
                 (
                     "onepass/dispatch/attention.py",
@@ -345,6 +345,7 @@ AREAS = (
                 (*ELEMENTS, *FORWARD, *DECODE),
             ),
             Group(("onepass/kernels/device/blocks/softmax/scaled.py",), ("tests/device/test_fp8_values.py",)),
+            Group(("onepass/kernels/device/sm90/forward/*.py",), ("tests/device/test_forward_roles.py",)),
             Group(("onepass/kernels/device/memory_bound/quantize*.py",), (*ELEMENTS, *QUANTIZE)),
             Group(
                 ("onepass/kernels/device/memory_bound/float32_halves.py",),
@@ -465,7 +466,11 @@ OUT_OF_REACH = {
     "onepass/compat/bert_padding.py": "an old name",
     "onepass/compat/rotary.py": "an old name",
     "onepass/namespace.py": "names of operators",
-    "onepass/kernels/device/sm90/forward/*": SM90_DEVICE,
+    **{
+        f"onepass/kernels/device/sm90/forward/{name}.py": SM90_DEVICE
+        for name in ("kernel", "converter", "transposer", "scales", "rows", "output", "inputs", "__init__")
+    },
+    "onepass/kernels/device/sm90/__init__.py": SM90_DEVICE,
     "onepass/kernels/device/sm90/backward/[dgikrs]*.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/memory/clear.py": SM90_DEVICE,
     "onepass/kernels/device/blocks/tiles/named_barrier.py": SM90_DEVICE,
@@ -488,7 +493,19 @@ OUT_OF_REACH = {
     "onepass/tiled/scratch.py": "where memory comes from: no value depends on it",
 }
 # Classes and functions that are left out of files in reach, with everything inside of them.
-SCOPES_OUT_OF_REACH = {("onepass/kernels/device/blocks/tiles/paged.py", "BoxLocations"): SM90_DEVICE}
+SCOPES_OUT_OF_REACH = {
+    ("onepass/kernels/device/blocks/tiles/paged.py", "BoxLocations"): SM90_DEVICE,
+    **{
+        (f"onepass/kernels/device/sm90/forward/{file}.py", scope): SM90_DEVICE
+        for file, scopes in {
+            "consumer": ("Consumer.__init__",),
+            "gemms": ("ForwardGemms.__init__",),
+            "scores": ("ForwardScores.__init__", "TileModifiers"),
+            "producer": ("Producer.__init__", "Producer._partition", "Producer._partition_pages"),
+        }.items()
+        for scope in scopes
+    },
+}
 
 
 def reason_out_of_reach(file: str, scope: str = "") -> str | None:

@@ -404,18 +404,19 @@ class Launch:
             accumulator,
         )
         window = problem.mask.window_left, problem.mask.window_right
+        scores = found["blocks.tiles.schedule"].ScoreArguments(1.0, MagicMock(), *window, None)
         arguments = (
             module.Loads(*((MagicMock(), t) for t in loads)),
             tensors,
             lengths,
-            found["blocks.tiles.schedule"].ScoreArguments(1.0, MagicMock(), *window, None),
+            scores,
             schedule,
             self.counter if config.dynamic_tiles else None,
             found["sm90.backward.inputs"].Mmas(*(Slices(name) for name in ("s", "dp", "dv", "dk", "dq"))),
             MagicMock(),
         )
         schedule = packed or schedule
-        sequences = found["blocks.tiles.schedule"].Sequences(problem.seqlen_q, problem.seqlen_k, *window, lengths)
+        sequences = scores.sequences(problem.seqlen_q, problem.seqlen_k, lengths)
         lanes = {KEEPER_WARP: 2 * config.num_warpgroups} if kernel.is_deterministic else None
         machine.launch(
             functools.partial(kernel.kernel, *arguments),

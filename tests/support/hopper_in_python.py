@@ -30,6 +30,10 @@ class Ended(BaseException):
 # ---------------------------------------------------------------- modules
 
 
+def _undecorated(function=None, **_options):
+    return _undecorated if function is None else function
+
+
 class _Language(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes modules of the kernel language whose contents are stand-ins."""
 
@@ -42,15 +46,10 @@ class _Language(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return ModuleType(spec.name)
 
     def exec_module(self, module):
-        stand_ins = {"jit": jit, "kernel": jit, "Float32": float}
+        stand_ins = {"jit": _undecorated, "kernel": _undecorated, "Float32": float}
         stand_ins |= dict.fromkeys(("Int32", "Int64", "Int16", "Boolean"), int)
         module.__dict__.update(stand_ins if module.__name__ in ("cutlass", "cutlass.cute") else {})
         module.__getattr__ = lambda name: MagicMock(name=name)
-
-
-def jit(function=None, **options):
-    """The decorator of code that is compiled: here it stays as it is."""
-    return jit if function is None else function
 
 
 def device_modules(name):

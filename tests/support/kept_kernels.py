@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILED_AGAIN = 0.05  # the share of entries that a run compiles again and compares
 GENERATIONS = 3  # the states of the sources whose entries are kept
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_READERS = "machine_code", "divergence", "ptx_interpreter"
 _HAS_KERNELS = re.compile(rb"^\s*(?:import|from) cutlass\b", re.MULTILINE)
 _drawn = random.Random()  # seeded by the system: tests set the seeds of other generators
 
@@ -74,7 +75,7 @@ def sources(root: Path = ROOT) -> list[Path]:
     """The files that an entry depends on and `compile.environment` does not cover: how kernels are read, and kernels
     outside of the package's folder of kernels."""
     files = sorted(path for folder in ("onepass", "benchmarks", "tests") for path in (root / folder).rglob("*.py"))
-    return [path for path in files if path.name == "machine_code.py" or _HAS_KERNELS.search(path.read_bytes())]
+    return [path for path in files if path.stem in _READERS or _HAS_KERNELS.search(path.read_bytes())]
 
 
 @functools.lru_cache(maxsize=1)

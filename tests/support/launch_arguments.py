@@ -5,7 +5,7 @@ import functools
 import torch
 
 from onepass.kernels.launch.arguments import element_type
-from onepass.problem import AttentionInputs, ModifiedInputs, Modifiers
+from onepass.problem import AttentionInputs, Modifiers
 
 
 def assert_as_traced(wanted, launch, requests):
@@ -41,7 +41,7 @@ def assert_as_traced(wanted, launch, requests):
             "bias": torch.zeros(*rows, 4, *sequences[-1:] * 2, dtype=wanted.bias_dtype) if wanted.has_bias else None,
             "dropout_state": torch.zeros(2, dtype=torch.int64) if wanted.dropout_p else None,
         }
-        inputs = ModifiedInputs(*inputs, Modifiers(**given))
+        inputs = inputs._replace(modifiers=Modifiers(**given))
     lse = torch.zeros(4, 140) if wanted.is_packed else torch.zeros(2, 4, 70)
     passed = {}
     kernels = {request.name: functools.partial(keep, passed, request.name) for request in requests}

@@ -119,7 +119,7 @@ def without_scopes(body: str) -> str:
             end += 1
         block = body[match.start() + 1 : end - 1]
         names = {n.strip(): "%" for line in re.findall(r"\.reg \.\w+ ([^;]+);", block) for n in line.split(",")}
-        names |= dict.fromkeys(re.findall(r"(\w+):", block), "$")
+        names |= dict.fromkeys(re.findall(r"(?<![\w.:])(\w+):(?!:)", block), "$")
         for name, sign in names.items():
             block = re.sub(rf"(?<![\w%.$]){name}\b", f"{sign}of_block_{number}_{name}", block)
         body = body[: match.start()] + block + body[end:]

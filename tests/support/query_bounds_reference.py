@@ -11,13 +11,13 @@ from onepass.geometry.integers import ceil_div
 from onepass.kernels.config import BackwardConfigSm80, BackwardConfigSm90
 from onepass.kernels.launch.arguments import window_bounds
 from onepass.kernels.launch.modifiers import entries_of
-from onepass.problem import AttentionProblem, Inputs
+from onepass.problem import AttentionInputs, AttentionProblem
 
 BackwardConfig = BackwardConfigSm80 | BackwardConfigSm90
 FAR = 2**30  # above all bounds of intervals
 
 
-def intervals(problem: AttentionProblem, inputs: Inputs) -> Tensor:
+def intervals(problem: AttentionProblem, inputs: AttentionInputs) -> Tensor:
     """(entries or 1, heads or 1, rows, 2) int32: the keys that each query sees, with everything that hides keys but a
     bias and the end of the keys."""
     assert inputs.modifiers is not None
@@ -29,7 +29,7 @@ def intervals(problem: AttentionProblem, inputs: Inputs) -> Tensor:
     return ranges
 
 
-def _combined(problem: AttentionProblem, inputs: Inputs, ranges: Tensor | None) -> Tensor:
+def _combined(problem: AttentionProblem, inputs: AttentionInputs, ranges: Tensor | None) -> Tensor:
     """Intervals (entries or 1, heads or 1, rows, 2) from ranges, positions, window and the first keys."""
     given, (left, right) = inputs.modifiers, window_bounds(problem)
     assert given is not None
@@ -48,7 +48,7 @@ def _combined(problem: AttentionProblem, inputs: Inputs, ranges: Tensor | None) 
     return torch.stack(torch.broadcast_tensors(low, high), -1)
 
 
-def query_positions(problem: AttentionProblem, inputs: Inputs) -> Tensor:
+def query_positions(problem: AttentionProblem, inputs: AttentionInputs) -> Tensor:
     """(entries or 1, rows) int32: where queries stand among their keys."""
     given = inputs.modifiers
     if given is not None and given.q_positions is not None:
@@ -67,7 +67,7 @@ def query_positions(problem: AttentionProblem, inputs: Inputs) -> Tensor:
     return rows[None] + (inputs.seqused_k[:, None] - problem.seqlen_q)
 
 
-def sequence_of_rows(problem: AttentionProblem, inputs: Inputs) -> Tensor:
+def sequence_of_rows(problem: AttentionProblem, inputs: AttentionInputs) -> Tensor:
     """(rows,): the number of each row's packed sequence; of a row of none, that of the last one."""
     assert inputs.cu_seqlens_q is not None
     rows = torch.arange(problem.seqlen_q, device=inputs.q.device, dtype=torch.int32)
@@ -75,7 +75,7 @@ def sequence_of_rows(problem: AttentionProblem, inputs: Inputs) -> Tensor:
     return found.clamp_(max=problem.batch - 1)
 
 
-def query_bounds(problem: AttentionProblem, config: BackwardConfig, inputs: Inputs) -> Tensor:
+def query_bounds(problem: AttentionProblem, config: BackwardConfig, inputs: AttentionInputs) -> Tensor:
     """The query blocks that tiles of keys visit, `QueryBlocks`, as (tiles, 4, kv heads, entries) int32.
 
     Tile n of a packed sequence has the number cu_seqlens_k[i] // tile_n + i + n. If tiles add to dQ in turns, every
@@ -129,7 +129,7 @@ def _within(intervals: Tensor, num_keys: Tensor, exists: Tensor | None = None) -
     return torch.stack([torch.where(is_empty, FAR, low), torch.where(is_empty, 0, high)], -1)
 
 
-def _dense_tiles(problem: AttentionProblem, config: BackwardConfig, inputs: Inputs) -> Tiles:
+def _dense_tiles(problem: AttentionProblem, config: BackwardConfig, inputs: AttentionInputs) -> Tiles:
     device, seqlen_q = inputs.q.device, problem.seqlen_q
     num_keys = torch.full((1,), problem.seqlen_k, device=device) if inputs.seqused_k is None else inputs.seqused_k
     num_keys = num_keys.view(-1, 1, 1)
@@ -146,7 +146,7 @@ def _dense_tiles(problem: AttentionProblem, config: BackwardConfig, inputs: Inpu
     )
 
 
-def _packed_tiles(problem: AttentionProblem, config: BackwardConfig, inputs: Inputs) -> Tiles:
+def _packed_tiles(problem: AttentionProblem, config: BackwardConfig, inputs: AttentionInputs) -> Tiles:
     offsets_q, offsets_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     assert offsets_q is not None
     assert offsets_k is not None

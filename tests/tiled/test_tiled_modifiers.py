@@ -10,7 +10,7 @@ import torch
 import onepass
 from onepass import cpu, reference, tiled
 from onepass.cpu import masks, operators
-from onepass.problem import AttentionProblem, Mask, ModifiedInputs, Modifiers
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 from onepass.tiled import forward, gradients
 from onepass.tiled.tile_sizes import TileSizes
 
@@ -107,7 +107,7 @@ def check(seed, backend="tiled"):
     expected = reference.attention(leaves["q"], leaves["k"], leaves["v"], **named)
 
     modifiers = Modifiers(*(options.get(name) for name in Modifiers._fields))
-    inputs = ModifiedInputs(q, k, v, options.get("sinks"), None, None, options.get("seqused_k"), modifiers)
+    inputs = AttentionInputs(q, k, v, options.get("sinks"), None, None, options.get("seqused_k"), modifiers)
     problem = AttentionProblem.of(
         inputs,
         softmax_scale=head_dim**-0.5,
@@ -186,7 +186,7 @@ def test_dropout_of_some_heads_of_a_call():
 
     def run(q_heads, kv_heads, **numbers):
         tensors = q[:, :, q_heads], k[:, :, kv_heads], v[:, :, kv_heads]
-        inputs = ModifiedInputs(*tensors, None, None, None, None, Modifiers(dropout_state=state))
+        inputs = AttentionInputs(*tensors, None, None, None, None, Modifiers(dropout_state=state))
         problem = AttentionProblem.of(
             inputs, softmax_scale=0.3, mask=Mask(), softcap=None, deterministic=False, dropout_p=0.4
         )
@@ -213,7 +213,7 @@ def test_what_does_not_exist_is_not_read(value):
     options = {"seqstart_k": start, "key_ranges": ranges, "bias": bias}
 
     def run():
-        inputs = ModifiedInputs(q, k, v, None, None, None, None, Modifiers(start, ranges, None, None, bias))
+        inputs = AttentionInputs(q, k, v, None, None, None, None, Modifiers(start, ranges, None, None, bias))
         problem = AttentionProblem.of(inputs, softmax_scale=0.3, mask=Mask(), softcap=None, deterministic=False)
         out, lse = forward(problem, inputs)
         return (out, lse, *gradients(problem, inputs, out, lse, torch.ones_like(out), None))
@@ -231,7 +231,7 @@ def test_terms_that_are_constant_get_no_gradient():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 20, 2, 8, dtype=DTYPE) for _ in range(3))
     given = Modifiers(alibi_slopes=torch.rand(2), bias=torch.randn(2, 2, 20, 20, dtype=DTYPE))
-    inputs = ModifiedInputs(q, k, v, None, None, None, None, given)
+    inputs = AttentionInputs(q, k, v, None, None, None, None, given)
     problem = AttentionProblem.of(inputs, softmax_scale=0.3, mask=Mask(), softcap=None, deterministic=False)
     out, lse = forward(problem, inputs)
     every = gradients(problem, inputs, out, lse, torch.ones_like(out), None)

@@ -68,7 +68,8 @@ def test_a_method_is_that_of_its_object():
 
 def test_all_sources_of_kernels_count(tmp_path):
     names = {str(path.relative_to(kept_kernels.ROOT)) for path in kept_kernels.sources()}
-    assert names >= {f"tests/support/{name}.py" for name in ("machine_code", "fp8_softmax", "e4m3_kernel")}
+    expected = "machine_code", "divergence", "ptx_interpreter", "fp8_softmax", "e4m3_kernel"
+    assert names >= {f"tests/support/{name}.py" for name in expected}
     assert "benchmarks/timeline/stamps.py" in names
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "one.py").write_text("def trace():\n    import cutlass.cute as cute\n")

@@ -23,7 +23,6 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     dropout_p: Any,
     softmax_scale: Any,
     causal: Any,
@@ -47,22 +46,12 @@ def attend(
     try:
         dropout_p = check_real("dropout_p", dropout_p)
         if returns_probabilities and dropout_p > 0:
-            call = steps.prepare(
-                q, k, v, **options, **lengths, dropout_p=dropout_p, modifiers={"alibi_slopes": alibi_slopes}
-            )
+            call = steps.prepare(q, k, v, **options, **lengths, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
             out, lse = call.forward()
             return out, lse, probabilities.of_call(call, alibi_slopes, lengths)
         function = api.attention_varlen if lengths else api.attention
-        result = function(
-            q,
-            k,
-            v,
-            **options,
-            **lengths,
-            alibi_slopes=alibi_slopes,
-            dropout_p=dropout_p,
-            return_lse=returns_probabilities,
-        )
+        options |= {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p, "return_lse": returns_probabilities}
+        result = function(q, k, v, **options, **lengths)
     except REFUSALS as error:
         raise renamed(error, NAMES) from None
     return (*result, q.new_empty(0)) if returns_probabilities else result
@@ -100,19 +89,8 @@ def flash_attn_func(
     Returns: out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q) float32.
     Raises: what `onepass.attention` raises.
     """
-    return attend(
-        q,
-        k,
-        v,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-    )
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return attend(q, k, v, dropout_p, *options)
 
 
 def flash_attn_kvpacked_func(
@@ -210,23 +188,10 @@ def flash_attn_varlen_func(
         )
         return (out, lse, probs) if returns_probabilities else out
     tensors.check_tensor("cu_seqlens_q", cu_seqlens_q, "an int32 torch.Tensor")
-    return attend(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-    )
+    lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    lengths |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return attend(q, k, v, dropout_p, *options, **lengths)
 
 
 def flash_attn_varlen_kvpacked_func(

@@ -75,21 +75,14 @@ def forward(
             q,
             k,
             v,
-            None,
-            None,
+            options=options,
             cache_seqlens=lengths.seqused_k,
-            cache_batch_idx=None,
-            cache_leftpad=None,
             page_table=page_table,
             cu_seqlens_q=lengths.cu_seqlens_q,
-            cu_seqlens_k_new=None,
             seqused_q=lengths.seqused_q,
             max_seqlen_q=lengths.max_seqlen_q,
-            rotary=(None, None, None, False),
             descales=descales,
-            attention_chunk=0,
             num_splits=num_splits,
-            options=options,
         )
     except REFUSALS as error:
         raise renamed(error, _NAMES) from None

@@ -76,7 +76,7 @@ def _forward(
     probs, state = q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
     try:
         if dropout_p:
-            call = steps.prepare(q, k, v, **lengths, **options, dropout_p=dropout_p, modifiers=modifiers)
+            call = steps.prepare(q, k, v, **lengths, **options, **modifiers, dropout_p=dropout_p)
             with torch.no_grad():
                 out, lse = call.forward()
             state = call.dropout_state if call.dropout_state is not None else state
@@ -209,7 +209,7 @@ def _backward(
             **options,
             dropout_p=dropout_p,
             dropout_state=rng_state,
-            modifiers={"alibi_slopes": alibi_slopes},
+            alibi_slopes=alibi_slopes,
         )
     except REFUSALS as error:
         raise renamed(error, NAMES) from None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...api.steps import with_dropout_state
 from ...dispatch import attention as dispatch
 from ...errors import UnsupportedError
 from ...geometry import philox
-from ...problem import AttentionInputs, AttentionProblem, Inputs, ModifiedInputs, Modifiers
-from ...validation import modifiers as modifier_checks
-from ...validation.attention import check_attention, check_attention_varlen
+from ...problem import AttentionInputs, AttentionProblem
+from ...validation.attention import check_attention
 
 # The memory of a random state of onepass has this many elements, one more than it needs: a backward knows it by that.
 MARK = 3
@@ -23,8 +23,7 @@ class NotOurs(NotImplementedError):
     """A backward whose forward another implementation has computed."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The arguments of an operator that are neither q, k nor v, as `onepass.attention` has them."""
 
     window: tuple[int | None, int | None] = (None, None)
@@ -38,10 +37,10 @@ class Call:
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse, and with dropout the random state, (2,) int64. Raises: what `onepass.attention` raises."""
-    problem = _problem(call, q, k, v)
+    inputs, problem = _checked(call, q, k, v)
     name = _backend(problem, q.device)
     state = philox.random_state(q.device) if problem.dropout_p else None
-    out, lse = dispatch.prepare(name, problem, q.device)(_inputs(call, q, k, v, state))
+    out, lse = dispatch.prepare(name, problem, q.device)(inputs if state is None else with_dropout_state(inputs, state))
     return out, lse, state
 
 
@@ -49,9 +48,11 @@ def backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
-    problem = _problem(call, q, k, v, has_gradients=False)
+    inputs, problem = _checked(call, q, k, v)
+    problem = replace(problem, constant_slopes=problem.has_alibi, constant_bias=problem.has_bias)
     module = dispatch.load_backward(_backend(problem, q.device), problem)
-    dq, dk, dv, *_ = module.gradients(problem, _inputs(call, q, k, v, state), out, lse, dout, None)
+    inputs = inputs if state is None else with_dropout_state(inputs, state)
+    dq, dk, dv, *_ = module.gradients(problem, inputs, out, lse, dout, None)
     return dq, dk, dv
 
 
@@ -62,38 +63,12 @@ def _backend(problem: AttentionProblem, device: torch.device) -> str:
     return name
 
 
-def _problem(call: Call, q: Tensor, k: Tensor, v: Tensor, has_gradients: bool = True) -> AttentionProblem:
-    given: dict[str, Any] = dict.fromkeys(modifier_checks.NAMES) | {
-        "alibi_slopes": call.alibi_slopes,
-        "bias": call.bias,
-    }
-    options: dict[str, Any] = {
-        "causal": False,
-        "window": call.window,
-        "softcap": None,
-        "sinks": None,
-        "softmax_scale": call.scale,
-        "seqused_k": call.seqused_k,
-        "deterministic": None,
-        "return_lse": True,
-        "tuning": None,
-        "modifiers": {"given": given, "dropout_p": call.dropout_p},
-    }
-    if call.cu_seqlens[0] is None:
-        problem = check_attention(q, k, v, **options)
-    else:
-        options |= zip(("cu_seqlens_q", "cu_seqlens_k"), call.cu_seqlens, strict=True)
-        problem = check_attention_varlen(q, k, v, max_seqlen_q=None, max_seqlen_k=None, **options)
-    if has_gradients:
-        return problem
-    return replace(problem, constant_slopes=problem.has_alibi, constant_bias=problem.has_bias)
-
-
-def _inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> Inputs:
-    if call.alibi_slopes is None and call.bias is None and state is None:
-        return AttentionInputs(q, k, v, None, *call.cu_seqlens, call.seqused_k)
-    modifiers = Modifiers(alibi_slopes=call.alibi_slopes, bias=call.bias, dropout_state=state)
-    return ModifiedInputs(q, k, v, None, *call.cu_seqlens, call.seqused_k, modifiers)
+def _checked(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionInputs, AttentionProblem]:
+    arguments = call._asdict()
+    offsets, arguments["softmax_scale"] = arguments.pop("cu_seqlens"), arguments.pop("scale")
+    if offsets[0] is not None:
+        arguments |= zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True)
+    return check_attention(q, k, v, **arguments)
 
 
 # ---------------------------------------------------------------- random states

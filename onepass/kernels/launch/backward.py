@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
-from ...problem import AttentionProblem, Inputs
+from ...problem import AttentionInputs, AttentionProblem
 from ...problem.outputs import empty_gradients
 from ..arguments import PostprocessArguments, PreprocessArguments, SinkGradientsArguments
 from ..compiler.compile import CompileRequest
@@ -39,7 +39,9 @@ def unsupported(problem: AttentionProblem) -> str | None:
     return None
 
 
-def without_keys(inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
+def without_keys(
+    inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Any, ...]:
     """A backward of a problem in which no query sees a key: lse of a row is its sink, so dsink sums up dlse."""
     dq, dk, dv, dsinks = (gradient.zero_() for gradient in empty_gradients(inputs))
     if inputs.sinks is not None and dlse is not None:
@@ -127,7 +129,7 @@ class BackwardLaunch:
         return score_arguments(self.problem)
 
     def __call__(
-        self, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+        self, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         problem, config = self.problem, self.config
         dq, dk, dv, dsinks = empty_gradients(inputs, problem.dkv_dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
-from ...problem import AttentionProblem, Inputs
+from ...problem import AttentionInputs, AttentionProblem
 from ..arguments import BackwardSm80Arguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
@@ -33,7 +33,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 def backward(
     problem: AttentionProblem,
-    inputs: Inputs,
+    inputs: AttentionInputs,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
-from ...problem import AttentionProblem, Inputs
+from ...problem import AttentionInputs, AttentionProblem
 from ...problem.outputs import empty_outputs, outputs_without_keys
 from ..arguments import ForwardSm80Arguments
 from ..compiler import compile
@@ -50,7 +50,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 
 def forward(
-    problem: AttentionProblem, inputs: Inputs, config: ForwardConfigSm80 | None = None
+    problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfigSm80 | None = None
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call, as `onepass.tiled.forward` gives them.
 
@@ -63,7 +63,7 @@ def forward(
 @functools.lru_cache(maxsize=4096)
 def prepare(
     problem: AttentionProblem, device: torch.device, config: ForwardConfigSm80 | None = None
-) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+) -> Callable[[AttentionInputs], tuple[Tensor, Tensor]]:
     """`forward` for calls of one problem on one device; holds no tensor."""
     if problem.is_empty:  # packed rows of no sequence, no keys, or no heads
         return functools.partial(outputs_without_keys, problem)
@@ -115,7 +115,7 @@ class Launch:
     arch: str
     in_order: Callable[..., tuple]
 
-    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
         q, k, v = with_rows(inputs.q), with_rows(inputs.k), with_rows(inputs.v)
         sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs[3:7]

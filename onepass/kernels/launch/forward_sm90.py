@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
-from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization, QuantizedInputs
+from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization
 from ...problem.outputs import empty_outputs, outputs_without_keys
 from ...quantization.codec import SCALE_BLOCK
 from ...quantization.layout import keys_last_in_torch
@@ -72,7 +72,7 @@ def _unsupported_fp8(problem: AttentionProblem) -> str | None:
 
 
 def forward(
-    problem: AttentionProblem, inputs: AttentionInputs | QuantizedInputs, config: ForwardConfigSm90 | None = None
+    problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfigSm90 | None = None
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call, as `onepass.tiled.forward` gives them.
 
@@ -170,9 +170,9 @@ class Launch:
     is_dynamic: bool
     transposes_v: bool
 
-    def __call__(self, inputs: AttentionInputs | QuantizedInputs) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
-        if isinstance(inputs, QuantizedInputs):
+        if inputs.descales is not None:
             scales = kernel_scales(self.problem, inputs.descales)
             assert self.problem.quantization is not None
             v = inputs.v
@@ -188,7 +188,7 @@ class Launch:
     def attend_halves(self, inputs: AttentionInputs, out: Tensor, lse: Tensor) -> None:
         """out and lse of float32 tensors, from their float16 halves: a launch for each block of columns of V."""
         q, k, v = aligned(inputs.q), aligned(inputs.k), aligned(inputs.v)
-        halves = float32_halves.split(q, k, v, value_blocks(self.problem), *inputs[4:])
+        halves = float32_halves.split(q, k, v, value_blocks(self.problem), *inputs[4:7])
         columns = v.shape[-1] // len(halves.v)
         for i, (v_halves, v_scale) in enumerate(halves.v):
             block = slice(i * columns, (i + 1) * columns)
@@ -198,7 +198,7 @@ class Launch:
 
     def attend(
         self,
-        inputs: AttentionInputs | QuantizedInputs,
+        inputs: AttentionInputs,
         out: Tensor,
         lse: Tensor,
         q: Tensor,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...geometry import philox
 from ...geometry.integers import ceil_div
-from ...problem import AttentionProblem, Inputs, Modifiers
+from ...problem import AttentionInputs, AttentionProblem, Modifiers
 from ..arguments import ModifierTensors
 from ..config import BackwardConfigSm80, BackwardConfigSm90
 from .arguments import LOG2_E, element_type, score_scales, strided_tensor
@@ -81,7 +81,7 @@ class TermGradients(NamedTuple):
     bias: Tensor | None
 
 
-def gradients_of_terms(problem: AttentionProblem, config: BackwardConfig, inputs: Inputs) -> TermGradients:
+def gradients_of_terms(problem: AttentionProblem, config: BackwardConfig, inputs: AttentionInputs) -> TermGradients:
     """Zeros to which the main kernel adds."""
     given = inputs.modifiers
     assert given is not None
@@ -119,7 +119,9 @@ def backward_arguments(
     return ModifierTensors(*given[:-3], bounds, slopes, bias)
 
 
-def finished(problem: AttentionProblem, inputs: Inputs, terms: TermGradients) -> tuple[Tensor | None, Tensor | None]:
+def finished(
+    problem: AttentionProblem, inputs: AttentionInputs, terms: TermGradients
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of alibi_slopes and of bias."""
     given = inputs.modifiers
     assert given is not None

@@ -116,7 +116,7 @@ class Launch:
         Args: k_mean, v_mean: (batch, num_heads_kv, head_dim) float32, contiguous, to be subtracted (k_mean after the
             rotation).
         """
-        q, k, v, _, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs
+        q, k, v, _, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs[:7]
         q, k, v = _readable(q), _readable(k), _readable(v)
         stored_q, stored_k = empty_as(q, q.shape[-1], codec.E4M3), empty_as(k, k.shape[-1], codec.E4M3)
         if self.v_shape is None or self.v_strides is None:

@@ -2,10 +2,16 @@
 
 forward/kernel.py       the forward: set-up, roles, tiles; read this one first
 forward/producer.py     the loads, and the warp that issues them
-forward/consumer.py     what a consumer warpgroup does with a tile, step by step
-forward/gemms.py        a consumer warpgroup's registers and GEMMs
-forward/scores.py       its scores: scales, softcap, mask, P
-forward/warpgroup.py    its finished rows: storing, repair
+forward/consumer.py     what a consumer warpgroup does with a tile, step by step; its parts:
+forward/gemms.py          its GEMMs
+forward/scores.py         how S becomes P
+forward/scales.py         scales of S, and the softmax that applies them
+forward/rows.py           where its rows stand in their sequence
+forward/own_blocks.py     which key blocks they see
+forward/output.py         finished rows to global memory, repair
+forward/past_the_end.py   zeros past the end of a sequence
+forward/own_loads.py      its loads, where there is no producer
+forward/inputs.py         what it is given
 forward/transposer.py   warps that transpose V of e4m3
 forward/converter.py    warps that bring K and V of an e4m3 cache to 16 bits
 forward/tile.py         what all roles share

@@ -51,7 +51,7 @@ class KeyGradients(Untraced):
         region, sources = self.region, self.inputs.sources
         rows = [tile.n_block * self.kernel.tile_n + region.row_in_tile + 8 * r for r in range(2)]
         is_row = [row < tile.rows_k for row in rows]
-        # the first of this warp's 16 keys, made uniform: see Warpgroup.recompute
+        # the first of this warp's 16 keys, made uniform: see forward/output.py
         first_key = cute.arch.make_warp_uniform(rows[0] - region.lane // 4)
         gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
         if cutlass.const_expr(stage is not None and m.element_type is not Float32):

@@ -79,6 +79,7 @@ from ...blocks.tiles.schedule import Schedule, ScoreArguments, Sequences, make_s
 from ...entry import takes
 from .consumer import Consumer
 from .converter import ConvertingWarp
+from .inputs import Buffers, Inputs, Mmas
 from .producer import Producer
 from .tile import WARPGROUP, WARPS, Loads, Pipes, Tile
 from .transposer import FIRST_WARP as FIRST_TRANSPOSING_WARP
@@ -380,12 +381,9 @@ class ForwardSm90:
         if cutlass.const_expr(self.is_split and self.is_packed):
             all_splits = schedule.splits.num_splits, schedule.total_q
         sinks = None if cutlass.const_expr(tensors.sinks is None) else Sinks(tensors.sinks, lengths.cu_seqlens_q)
-        consumer_arguments = (
-            sQ,
-            sK,
-            sV,
+        inputs = Inputs(
             pipes,
-            tiled_mmas,
+            Mmas(*tiled_mmas),
             scores.scales,
             tensors.out,
             tensors.lse,
@@ -396,8 +394,9 @@ class ForwardSm90:
             all_splits,
             seqlens.modifiers,
         )
+        buffers = Buffers(sQ, sK, sV)
         if cutlass.const_expr(not self.config.warp_specialized):
-            Consumer(self, *consumer_arguments, producer).two_stages(queue, schedule, seqlens)
+            Consumer(self, buffers, inputs, producer).two_stages(queue, schedule, seqlens)
         elif warp_id < WARPS:  # warpgroup 0
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
@@ -414,10 +413,10 @@ class ForwardSm90:
                 ConvertingWarp(self, sLoadedK, sK, sLoadedV, sV, loaded, pipes, notes).run()
             else:
                 cute.arch.setmaxregister_increase(self.consumer_registers)
-                Consumer(self, *consumer_arguments, None).two_stages(queue, schedule, seqlens)
+                Consumer(self, buffers, inputs).two_stages(queue, schedule, seqlens)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            consumer = Consumer(self, *consumer_arguments, None)
+            consumer = Consumer(self, buffers, inputs)
             if cutlass.const_expr(self.score_buffers == 1):
                 consumer.two_stages(queue, schedule, seqlens)
             else:
