@@ -83,8 +83,8 @@ VALUE_ERRORS = [
         lambda: flash_attn_3.flash_attn_qkvpacked_func(torch.randn(2, 6, 5, 8), num_heads_q=2),
         "qkv: expected 2 heads of q and as many of k as of v, got 5",
     ),
-    (lambda: fa4_pages(ROWS[0], ROWS), "q: expected 4 dimensions, got shape"),
-    (lambda: fa4_pages(ROWS, ROWS[0]), "k: expected 4 dimensions, got shape"),
+    (lambda: fa4_pages(ROWS[0], ROWS), "q: expected 4 dimensions, got 3 in shape"),
+    (lambda: fa4_pages(ROWS, ROWS[0]), "k: expected 4 dimensions, got 3 in shape"),
     (lambda: backward_of_fa3(softmax_lse=torch.zeros(2, 6, 2)), "softmax_lse: expected shape .*, one for each row"),
     (lambda: backward_of_fa3(dout=torch.zeros(2, 6, 2, 4)), "dout: expected shape"),
     (
