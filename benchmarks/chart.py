@@ -57,7 +57,6 @@ class Measurement(NamedTuple):
         files: results files. Where several hold a case, the last one counts.
         contenders: name in the files -> library. Where a library has several, the fastest in each case counts.
         kind: the entry of a contender that holds its speed.
-        are_runs: whether the files are runs of the same cases, whose medians count.
         case_set: the set that is drawn, if the files have several.
         least_seqlen: the shortest sequences that are drawn.
     """
@@ -67,7 +66,6 @@ class Measurement(NamedTuple):
     files: tuple[str, ...]
     contenders: dict[str, str]
     kind: str = "tflops"
-    are_runs: bool = False
     case_set: str | None = None
     least_seqlen: int = 0
 
@@ -80,17 +78,16 @@ MEASUREMENTS = {
     "backward": Measurement(
         "Backward, bfloat16",
         "TFLOP/s",
-        ("h200-backward.json",),
+        ("h200-backward.json", "h200-backward-short.json"),
         {OURS: OURS, **_PEERS, "sdpa-cudnn": "cuDNN"},
     ),
     "fp8": Measurement(
         "FP8 forward, row-major e4m3",
         "TFLOP/s",
-        ("h200-fp8.json", "h200-fp8-run2.json", "h200-fp8-run3.json"),
+        ("h200-fp8.json",),
         # both start from row-major tensors, so that the comparison is like for like
         {"rows": OURS, "fa3": "FlashAttention-3"},
-        are_runs=True,
-        # FlashAttention-3's calls of 512 tokens waited for the host in two of the three runs
+        # FlashAttention-3's calls of 512 tokens wait for the host
         least_seqlen=1024,
     ),
     "decode": Measurement(
@@ -118,9 +115,7 @@ def read(measurement: Measurement, results: Path) -> Speeds:
             for case, contender, speed in _speeds_of_row(row, measurement.kind):
                 if contender in measurement.contenders and case.seqlen >= measurement.least_seqlen:
                     of_file.setdefault(case, {}).setdefault(contender, []).append(speed)
-        for case, found in of_file.items():
-            earlier = runs.get(case, {}) if measurement.are_runs else {}
-            runs[case] = {name: [*earlier.get(name, ()), *values] for name, values in found.items()}
+        runs |= of_file
     speeds: Speeds = {}
     for case, by_contender in runs.items():
         by_library: dict[str, float] = {}

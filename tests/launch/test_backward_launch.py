@@ -62,7 +62,9 @@ def test_kernels_are_given_what_they_were_traced_with(options, fields, monkeypat
     requests = backward_launch.compile_requests(wanted, False, config)
     in_one = config.rows_in_background(wanted)
     has_dense_rows = not (wanted.is_packed or wanted.has_modifiers)
-    assert in_one == ((config.dynamic_tiles or config.private_dq) and config.background_rows and has_dense_rows)
+    has_empty_tiles = wanted.has_seqused_k or wanted.mask.window_left is not None
+    takes_tiles = config.private_dq or (config.dynamic_tiles and not has_empty_tiles)
+    assert in_one == (takes_tiles and config.background_rows and has_dense_rows)
     in_all = 1 if in_one else 2 if config.private_dq else 3
     assert len(requests) == in_all + wanted.has_intervals + wanted.has_sinks
     monkeypatch.setattr(backward_launch, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32))

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import REFUSALS, renamed
+from ...validation import tensors
 from ...validation.scalars import check_flag
 from .. import calls, conventions
 from ..over_cache import over_cache
@@ -69,6 +70,7 @@ def forward(
     """
     if page_table is None:
         return calls.attend(q, k, v, lengths, options, descales, deterministic=deterministic, e4m3_lse=e4m3_lse)
+    tensors.check_tensor("page_table", page_table, "an int32 torch.Tensor")
     conventions.refuse("keys in pages are not cut by offsets", cu_seqlens_k=lengths.cu_seqlens_k)
     try:
         return over_cache(
