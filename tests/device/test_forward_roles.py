@@ -41,6 +41,12 @@ def test_with_a_producer(pingpong, overlap_tiles, mask):
         run(config, mask=mask)
 
 
+def test_blocks_that_are_skipped_have_buffers_of_k_and_of_v():
+    """The first warpgroup's rows do not see the last three blocks of a causal tile."""
+    config = replace(CONFIG, num_warpgroups=4, num_stages=4, v_stages=2)
+    run(config, mask=CAUSAL, seqlens=(512, 512), seeds=3)
+
+
 @pytest.mark.parametrize("seqlens", [(1, 1), (64, 64), (65, 20), (300, 129), (130, 512)])
 def test_lengths(seqlens):
     run(replace(CONFIG, num_stages=3), seqlens=seqlens)

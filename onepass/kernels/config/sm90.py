@@ -56,8 +56,9 @@ class ForwardConfigSm90(LaunchConfig):
         v_stages: buffers for V if they are not as many as those for K; 0 = num_stages.
         q_stages: buffers for Q; with 2 the next tile's Q is loaded while this one is still in use.
         warp_specialized: a producer warp issues all loads and gives its warpgroup's registers to the consumers; else a
-            consumer warp issues them between its own steps.
-        overlap_gemm_softmax: 2-stage pipelining inside a warpgroup: QK^T of the next keys runs during this softmax.
+            consumer warp issues them in each of its steps, while the GEMMs run.
+        overlap_gemm_softmax: 2-stage pipelining inside a warpgroup: QK^T of these keys is issued with the PV of those
+            before, which runs during the softmax.
         overlap_tiles: the same across tiles: the first QK^T of the next tile runs with the last PV of this one.
         pingpong: warpgroups take turns with the tensor cores, so that one's softmax hides behind another's GEMMs.
         rescale_threshold: powers of two that a row maximum may outgrow its reference by before acc_o is rescaled;

@@ -1,7 +1,8 @@
 """The online softmax on accumulators of wgmma or mma, in registers: the recurrence of onepass/tiled/online_softmax.py.
 
 A thread holds two rows of the tile (8 apart) and a quarter of their columns; the other quarters are in the three other
-lanes of its quad. Maxima are reduced over the quad in every tile, sums only at the end.
+lanes of its quad. Sums are reduced over the quad at the end; maxima in every block of keys, or with a threshold only
+where a score is past its limit.
 
 Scores stay unscaled: with scale_log2 = softmax_scale * log2(e), exp(scale * (s - m)) = exp2(s * scale_log2 -
 m * scale_log2), one FMA and one exponential a score.
@@ -53,7 +54,8 @@ class OnlineSoftmax(Untraced):
         self.row_sum = cute.make_rmem_tensor((ROWS,), Float32)
         # the factor of acc_o before the next P V is added to it
         self.row_scale = cute.make_rmem_tensor((ROWS,), Float32)
-        # row_max * scale_log2; with a threshold, the bits of the largest score that needs no new reference
+        # row_max * scale_log2; with a threshold, limit is the bits of the largest score that needs no new reference, or
+        # the least integer if that score is negative
         self.reference = cute.make_rmem_tensor((ROWS,), Float32)
         self.limit = cute.make_rmem_tensor((ROWS,), Int32)
 
@@ -129,7 +131,7 @@ class OnlineSoftmax(Untraced):
 
     @cute.jit
     def update_lazily(self, scores: cute.Tensor, is_masked: cutlass.Constexpr[bool], acc_o: cute.Tensor | None = None):
-        """`update` as few tiles need it: in the others no row has outgrown its reference.
+        """`update`, but a row takes a new reference only if a score is past its limit: most blocks need none.
 
         All rows of a warp take the long way together, but a row follows its maximum only if that has grown: a row's
         result depends on no other row, not even in rounding.

@@ -6,16 +6,17 @@ What runs during what, in one warpgroup (S = QK^T of a block, O += PV of the blo
     2 stages      [S,PV] softmax [S,PV] softmax                PV during the softmax; S is waited for
     3 stages      [S,PV]  [S,PV]  [S,PV]                       a block in two halves with an accumulator each: while
                   softmax softmax softmax                      the softmax of one half runs, the S of the other does,
-                                                               too, and nothing is waited for
+                                                               too; the only wait comes after the softmax
 
 The first S of the next tile is issued with the last PV of this one (overlap_tiles), so the tensor cores do not drain
-between tiles; finished rows are stored from registers meanwhile.
+between tiles; while a warpgroup stores finished rows from registers, the GEMMs of the others run.
 
-What a step calls are parts of the consumer, each in a file of its own:
+What a step calls are parts of the consumer, each in a file of its own. The rows of the softmax belong to
+`scales.softmax`, S, P and O to `gemms`, and the rows of a tile that waits for its last PV to `output`:
 
     gemms            gemms.py         operands and accumulators of both GEMMs
     scores           scores.py        how S becomes P: scales.py, mask, modifiers, softmax
-    turns            pingpong.py      which warpgroup issues its GEMMs
+    turns            blocks/tiles/pingpong.py      which warpgroup issues its GEMMs
     output           output.py        rows of a finished tile to global memory, repair
     own_blocks       own_blocks.py    which key blocks of a tile this warpgroup's rows see
     past_the_end     past_the_end.py  zeros past the end of a sequence
@@ -83,7 +84,7 @@ class Consumer(Untraced):
         """Algorithm 1 or 2: one accumulator of scores."""
         config = self.config
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
-        wave, number = Int32(0), queue.first()
+        wave, number = Int32(0), queue.first()  # wave: how many tiles this thread block has had
         tile, skipped, unused = self.own_blocks.find(self.kernel.tile_at(number, schedule, seqlens))
         self.turns.begin()
         if cutlass.const_expr(config.overlap_tiles):
@@ -266,7 +267,7 @@ class Consumer(Untraced):
     def issue_gemms(self, buffer: cutlass.Constexpr[int], k_state, v_state, q_state, ready=(None, None)):
         """S[buffer] = Q K^T and O += P V, issued in this order in this warpgroup's turn.
 
-        Args: ready: whether K and V were already seen in shared memory; None: not known.
+        Args: ready: whether K and V were already seen in shared memory; False or None: not known.
         """
         self.pipes.k.consumer_wait(k_state, ready[0])
         self.turns.wait()
@@ -350,6 +351,7 @@ class Consumer(Untraced):
         self.scores.update_softmax(0, is_masked)
         self.scores.drop(tile, n_block, 0)
         if cutlass.const_expr(self.config.overlap_gemm_softmax):
+            # all warps wait here: wait_group is for the whole warpgroup, and only then may single warps rescale O
             warpgroup.wait_group(0)
             self.finish_pv(v_state)
         self.scores.next_p(0)
@@ -434,4 +436,4 @@ class Consumer(Untraced):
     def half_softmax(self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int]):
         self.scores.modify(tile, n_block, buffer)
         self.scores.mask_if_needed(tile, n_block, buffer)
-        self.scores.update_softmax(buffer, True)
+        self.scores.update_softmax(buffer, True)  # the half may have been masked

@@ -76,7 +76,7 @@ class Converter(Untraced):
 
 
 class ConvertingWarp(Untraced):
-    """A warp that converts K and V of all tiles of a thread block, in the order in which the producer loads them."""
+    """A warp that converts K and V of all tiles of a thread block: K, V of each block (the producer is a K ahead)."""
 
     def __init__(self, kernel, sRawK, sK, sRawV, sV, raw_pipes, pipes, notes):
         """Args: notes: see `Producer`."""

@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
     mO: cute.Tensor
     mLSE: cute.Tensor
     sinks: Sinks | None
-    sources: SourceTensors | None  # what a repair reads, if pairs may be hidden
+    sources: SourceTensors | None  # what a repair reads: 16 bits with hidden pairs, and float32
     descales: scaled.DescaleTensors | cache_scales.DescaleTensors | None
     pages: Pages | None
     all_splits: tuple | None

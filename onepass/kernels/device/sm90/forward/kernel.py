@@ -1,6 +1,6 @@
 """The Hopper forward kernel: warp-specialized, persistent, pipelined within and across tiles.
 
-    producer warp        K,Q | V K | V K | V K' Q' | V' ...            TMA, through circular buffers in shared memory
+    producer warp        K,Q | K V | K V | K' Q' V | K' V' ...         TMA, through circular buffers in shared memory
                           |     \\     \\
     warpgroup 0          S=QK  softmax  [S=QK, O+=PV] softmax  [S'=Q'K', O+=PV] softmax' store(O) ...
     warpgroup 1                   [S=QK, O+=PV] softmax  ...                          (pingpong: in turns)
@@ -11,8 +11,8 @@ consumer.py for this and its variants.
 
 Buffers and barriers (mbarrier pairs full / empty; arrivals)
     Q   q_stages x num_warpgroups tiles (64, head_dim)    full: TMA bytes     empty: the 4 warps of its warpgroup
-    K   num_stages tiles (tile_n, head_dim)               full: TMA bytes     empty: all consumer warps
-    V   num_stages (v_stages) tiles (tile_n, head_dim_v)  full: TMA bytes     empty: all consumer warps
+    K   num_stages tiles (tile_n, head_dim)               full: TMA bytes     empty: all consumer warps (of a cluster)
+    V   num_stages (v_stages) tiles (tile_n, head_dim_v)  full: TMA bytes     empty: all consumer warps (of a cluster)
         (score_buffers=2: twice as many tiles of half as many rows)
         (transposes_v: full: the warps of transposer.py, which take V from raw tiles that TMA has filled)
         (an e4m3 cache: full: the warps of converter.py, which take K and V from raw tiles)

@@ -27,12 +27,15 @@ class OwnBlocks(Untraced):
         """The blocks of a tile that this warpgroup visits.
 
         Under a causal mask the rows of the first warpgroup need 64 keys fewer than those of the next one, and intervals
-        may say such a mask. A skipped K is released at once, so as many blocks can be skipped as have a buffer besides
-        the first one.
+        may say such a mask. A skipped K is released at once, so as many blocks can be skipped as have a buffer of K
+        besides the first one, and one of V: the producer loads V of the blocks before, which waits for this warpgroup's
+        last P V, before the K that the warpgroup waits for.
 
-        Returns: the tile with the blocks that this warpgroup's rows see; how many of its last blocks they do not see;
-        and how many of its first blocks it leaves out: with intervals, those that its rows do not see, and without any
-        row all but one, whose S and P V it computes in vain.
+        Returns:
+            tile: with the blocks that this warpgroup visits.
+            skipped: how many of the last blocks it releases unread.
+            unused: how many of the lowest blocks it leaves out: with intervals those that its rows do not see; without
+                any row all but one, whose S and P V it computes in vain.
         """
         kernel = self.kernel
         skipped, unused = Int32(0), Int32(0)
@@ -47,7 +50,7 @@ class OwnBlocks(Untraced):
                 own = key_blocks(m_start, minimum(m_start + rows, seqlen_q), *tile.geometry, kernel.tile_n)
             if cutlass.const_expr(kernel.is_split or kernel.has_intervals):
                 own = blocks_within(own, tile.blocks)._replace(first=own.first)
-            blocks, skipped = blocks_of_rows(tile.blocks, own, kernel.k_stages - 1)
+            blocks, skipped = blocks_of_rows(tile.blocks, own, min(kernel.k_stages - 1, kernel.v_stages))
             if cutlass.const_expr(kernel.skips_first):
                 first = minimum(maximum(own.first, tile.first), blocks.last - 1)
                 unused = first - tile.first

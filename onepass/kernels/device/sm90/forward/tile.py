@@ -22,11 +22,12 @@ class Tile(NamedTuple):
     origin_q: Int32  # batch entry; for packed sequences the first row
     origin_k: Int32  # batch entry; for packed keys the first row (a cache has batch entries)
     geometry: Geometry
+    # key blocks, visited from last - 1 down to first; those from clear_first to clear_last need no mask (KeyBlocks)
     first: Int32
     clear_first: Int32
     clear_last: Int32
     last: Int32
-    sequence: Int32 | None  # the packed sequence, where there are scales
+    sequence: Int32 | None  # the packed sequence, where scales or modifiers need it
     origin_out: Int32  # origin_q in out and lse, where each split has an entry or rows of its own
     num_splits: Int32 | None  # with splits of packed sequences: how many this sequence has
 
