@@ -75,20 +75,19 @@ class PackedOptions(Options, total=False):
     max_seqlen_k: int | Tensor | None
 
 
-# The options that are in the key of a call, in the order in which both functions put them into a tuple, with what they
-# usually are.
-_OPTIONS: dict[str, Any] = {
-    "causal": False,
-    "softcap": None,
-    "softmax_scale": None,
-    "dropout_p": 0.0,
-    "deterministic": False,
-    "return_lse": False,
-    "tuning": None,
-    "precision": None,
-    "backend": None,
-}
-_RETURN_LSE = list(_OPTIONS).index("return_lse")
+# The options that are in the key of a call, in the order in which both functions put them into a tuple.
+_OPTIONS = (
+    "causal",
+    "softcap",
+    "softmax_scale",
+    "dropout_p",
+    "deterministic",
+    "return_lse",
+    "tuning",
+    "precision",
+    "backend",
+)
+_RETURN_LSE = _OPTIONS.index("return_lse")
 
 
 def _call(
@@ -134,8 +133,7 @@ def _first_call(
     Args: as for `_call`. key: None: no forward is kept.
     """
     q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k = inputs[:NUM_INPUTS]
-    given = zip(_OPTIONS.items(), options, strict=True)
-    arguments = {name: value for (name, usual), value in given if value is not usual}
+    arguments = dict(zip(_OPTIONS, options, strict=True))
     arguments |= {"window": window, "sinks": sinks, "seqused_k": seqused_k}
     if inputs.modifiers is not None:
         arguments |= zip(NAMES, inputs.modifiers, strict=False)

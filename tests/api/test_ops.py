@@ -369,6 +369,29 @@ def test_programs_that_were_exported_still_load(name):
     assert getattr(torch.ops.onepass, name).default._schema.is_backward_compatible_with(exported)
 
 
+@pytest.mark.parametrize("packed", [{}, dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 4]).int())])
+def test_operators_get_the_flag_of_the_call_or_else_torchs(packed):
+    asked = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "onepass":
+                names = [argument.name for argument in func._schema.arguments]
+                asked.append(args[names.index("deterministic")])
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = (t.squeeze(0) if packed else t for t in qkv(1, 4))
+    function = onepass.attention_varlen if packed else onepass.attention
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Watch():
+            for deterministic in (None, False, True):
+                function(q, k, v, deterministic=deterministic, **packed)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [True, False, True]
+
+
 def test_deterministic_follows_the_global_flag():
     q, k, v = qkv(1, 4)
     from onepass.validation.attention import check_attention
