@@ -61,10 +61,6 @@ def test_kernels_are_given_what_they_were_traced_with(options, fields, monkeypat
     wanted, config = problem(**{"has_sinks": False} | options), BackwardConfigSm90(**fields)
     requests = backward_launch.compile_requests(wanted, False, config)
     in_one = config.rows_in_background(wanted)
-    has_dense_rows = not (wanted.is_packed or wanted.has_modifiers)
-    has_empty_tiles = wanted.has_seqused_k or wanted.mask.window_left is not None
-    takes_tiles = config.private_dq or (config.dynamic_tiles and not has_empty_tiles)
-    assert in_one == (takes_tiles and config.background_rows and has_dense_rows)
     in_all = 1 if in_one else 2 if config.private_dq else 3
     assert len(requests) == in_all + wanted.has_intervals + wanted.has_sinks
     monkeypatch.setattr(backward_launch, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32))
@@ -77,6 +73,25 @@ def test_kernels_are_given_what_they_were_traced_with(options, fields, monkeypat
         return Launch(wanted, config, *(kernels.get(name) for name in names), 4, 1, 1)
 
     assert_as_traced(wanted, launch, requests)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "expected"),
+    [
+        ({"dynamic_tiles": True}, {}, True),
+        ({"dynamic_tiles": True}, {"mask": Mask(None, 0)}, True),
+        ({"dynamic_tiles": True, "background_rows": False}, {}, False),
+        ({"dynamic_tiles": False}, {}, False),
+        ({"dynamic_tiles": True}, {"is_packed": True}, False),
+        ({"dynamic_tiles": True}, {"has_alibi": True}, False),
+        # tiles that may have no queries
+        ({"dynamic_tiles": True}, {"has_seqused_k": True}, False),
+        ({"dynamic_tiles": True}, {"mask": Mask(3, None)}, False),
+        ({"private_dq": True}, {"has_seqused_k": True, "mask": Mask(3, 0)}, True),
+    ],
+)
+def test_where_the_main_kernel_is_the_only_one(fields, options, expected):
+    assert BackwardConfigSm90(**fields).rows_in_background(problem(**options)) is expected
 
 
 def test_what_is_left_to_another_backend_says_why():
