@@ -3,10 +3,13 @@
 import pytest
 from backward_in_python import Launch, modules
 
+ROWS = {"background_rows": True, "dynamic_tiles": True}
+EMPTY_TILES = {"has_seqused_k": True, "is_packed": False}
 KINDS = {
     "all gradients": {},
-    "rows in the background": {"background_rows": True, "dynamic_tiles": True},
+    "rows in the background": ROWS,
     "a gradient each": {"by_gradient": True, "head_dim": 256},
+    "tiles without steps": {"by_gradient": True, "head_dim": 256, **ROWS, **EMPTY_TILES},
     "pairs of three pieces": {"by_gradient": True, "paired": True, "head_dim": 192},
     "pairs of four pieces": {"by_gradient": True, "paired": True, "head_dim": 256},
 }
@@ -20,7 +23,7 @@ def attempt(seed, **fixed):
         raise AssertionError(f"{error}; seed {seed}, {launch.config}, {launch.problem}") from error
 
 
-@pytest.mark.sampled(quick=12, slow=28)
+@pytest.mark.sampled(quick=16, slow=28)
 @pytest.mark.parametrize("start", range(0, 24, 3))
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,7 +22,7 @@ from onepass.kernels.launch import backward_sm90 as launch
 from onepass.problem import AttentionProblem, Mask
 
 BITS = SimpleNamespace(width=16)
-SCHEDULER_WARP, KEEPER_WARP = 1, 3
+KEEPER_WARP = 3
 
 
 # ---------------------------------------------------------------- tensors in global memory
@@ -81,6 +81,7 @@ class Sums(Tensor):
     @property
     def iterator(self):
         sums, shares = self.kernel.machine.sums, self.kernel.shares
+        assert self.kernel.machine.prepared[self.block] == self.kernel.tile_m, "sums that are not cleared yet"
         landed = sum(len(sums.get(self.block * shares + i, ())) for i in range(shares))
         self.kernel.machine.complete.setdefault(self.block, landed)
         return 0
@@ -281,8 +282,7 @@ class Launch:
             try:
                 self.config, self.problem = draw_config(rng, fixed), draw_problem(rng, fixed)
                 kernel = kernel_class()(self.problem, self.config, BITS)
-                if not kernel.finishes_rows or may_be_finished(self.problem):
-                    break
+                break
             except UnsupportedError:
                 continue
         self.kernel, self.machine = kernel, Machine(seed)
@@ -425,8 +425,6 @@ class Launch:
             config.tile_blocks,
             lanes,
             None if kernel.is_deterministic else rng.randint(1, num_clusters),
-            # it waits for the end of a tile before the next one ends, which has the same parity as the one before
-            SCHEDULER_WARP if kernel.finishes_rows else None,
         )
         self.check([kernel.tile_at(number, schedule, sequences) for number in range(schedule.num_tiles)], accumulator)
 
@@ -503,11 +501,6 @@ def draw_config(rng, fixed):
     drawn["ring_lag"] = rng.choice((0, 0, 1, 2))
     drawn |= {name: value for name, value in fixed.items() if name in BackwardConfigSm90.__dataclass_fields__}
     return BackwardConfigSm90(**drawn)
-
-
-def may_be_finished(problem):
-    """Whether every tile of keys has steps."""
-    return problem.mask.window_left is None and not problem.has_seqused_k
 
 
 def draw_problem(rng, fixed):

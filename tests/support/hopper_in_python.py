@@ -314,8 +314,6 @@ class Machine:
         try:
             while self.processes or self.late:
                 i = int(self.random.random() * (len(self.processes) + len(self.late)))
-                if self.prompt is not None:
-                    i = next((j for j, p in enumerate(self.processes) if p.warp == self.prompt and p.is_ready()), i)
                 if i >= len(self.processes):
                     effect, slowness = self.late[i - len(self.processes)]
                     if self.random.random() < slowness:
@@ -345,15 +343,9 @@ class Machine:
                 if not process.has_ended:
                     process.turn.release()
 
-    def launch(self, kernel, num_blocks, num_warps, cluster_size=1, lanes=None, room=None, prompt=None):
-        """Run a kernel.
-
-        Args:
-            lanes: of warps whose lanes part ways.
-            room: clusters that run at a time.
-            prompt: a warp that no other one overtakes.
-        """
-        self.prompt, self.num_blocks, self.num_warps, self.num_lanes = prompt, num_blocks, num_warps, lanes or {}
+    def launch(self, kernel, num_blocks, num_warps, cluster_size=1, lanes=None, room=None):
+        """Run a kernel. Args: lanes: of warps whose lanes part ways; room: clusters that run at a time."""
+        self.num_blocks, self.num_warps, self.num_lanes = num_blocks, num_warps, lanes or {}
         waiting = []
         for first in range(0, num_blocks, cluster_size):
             cluster = SimpleNamespace(blocks=[], barrier=Rendezvous())

@@ -123,7 +123,7 @@ class BackwardConsumer(Untraced):
                 self.pipes.k.consumer_release(kv_state)
                 self.pipes.v.consumer_release(kv_state)
                 kv_state.advance()
-            self.sums.end_tile(tile_end)
+            self.sums.end_tile(tile_end, wave)
             wave += 1
             number = queue.take(wave)
             queue.want_next()

@@ -36,12 +36,16 @@ class AtomicSums(Untraced):
         self.add_share(acc_dq, self.share(tile, head, m_block))
 
     @cute.jit
-    def end_tile(self, tile_end: cute.Pointer | None):
-        """One arrival of this warp: it adds nothing more to dQ of the tile."""
+    def end_tile(self, tile_end: cute.Pointer | None, wave: Int32):
+        """One arrival of this warp: it adds nothing more to dQ of the thread block's tile number `wave`.
+
+        It may come before other warps have ended the tile before, if this one has no steps, but not before all have
+        ended the one before that: two barriers take turns.
+        """
         if cutlass.const_expr(self.kernel.finishes_rows):
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(tile_end)
+                cute.arch.mbarrier_arrive(tile_end + wave % 2)
 
     @cute.jit
     def repair(self, tile):

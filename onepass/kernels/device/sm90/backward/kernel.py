@@ -316,12 +316,13 @@ class BackwardSm90(KeyTiles):
             turns = TurnBarriers(*(smem.allocate_array(cutlass.Int64, slots) for _ in range(2)))
         tile_end = None
         if cutlass.const_expr(self.has_background_rows):
-            tile_end = smem.allocate_array(cutlass.Int64, 1)
+            tile_end = smem.allocate_array(cutlass.Int64, 2)
             rows_full = smem.allocate_array(cutlass.Int64, WARPS + consumer_warps)  # of each warp's stage
             sRows = smem.allocate_tensor(cutlass.Int8, cute.make_layout((2 * self.config.rows_bytes,)), 128)
         if cute.arch.thread_idx()[0] == 0:
             if cutlass.const_expr(self.has_background_rows):
-                cute.arch.mbarrier_init(tile_end, consumer_warps)
+                for i in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(tile_end + i, consumer_warps)
                 for i in cutlass.range_constexpr(WARPS + consumer_warps):
                     cute.arch.mbarrier_init(rows_full + i, 1)
             if cutlass.const_expr(self.is_deterministic):
@@ -454,7 +455,7 @@ class BackwardSm90(KeyTiles):
         while number < queue.num_tiles:
             following = queue.fill_wave(wave)
             tile = self.tile_at(number, schedule, seqlens)
-            cute.arch.mbarrier_wait(tile_end, (wave - 1) & 1)
+            cute.arch.mbarrier_wait(tile_end + (wave - 1) % 2, (wave - 1) // 2 & 1)
             background.end_tile(tile.origin_q, tile.head_kv)
             number = following
             wave += 1

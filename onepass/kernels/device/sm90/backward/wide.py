@@ -193,7 +193,7 @@ class WideConsumer(Untraced):
                 count += 1
                 self.pipes.k.consumer_release(kv_state)
                 kv_state.advance()
-            self.sums.end_tile(tile_end)
+            self.sums.end_tile(tile_end, wave)
             wave += 1
             number = queue.take(wave)
             queue.want_next()
@@ -272,7 +272,7 @@ class WideConsumer(Untraced):
                 self.pipes.v.consumer_release(kv_state)
                 self.pipes.k.consumer_release(kv_state)
                 kv_state.advance()
-            self.sums.end_tile(tile_end)
+            self.sums.end_tile(tile_end, wave)
             wave += 1
             number = queue.take(wave)
             queue.want_next()
