@@ -85,8 +85,8 @@ def test_kernels_are_given_what_they_were_traced_with(options, fields, monkeypat
         ({"dynamic_tiles": True}, {"is_packed": True}, False),
         ({"dynamic_tiles": True}, {"has_alibi": True}, False),
         # tiles that may have no queries
-        ({"dynamic_tiles": True}, {"has_seqused_k": True}, False),
-        ({"dynamic_tiles": True}, {"mask": Mask(3, None)}, False),
+        ({"dynamic_tiles": True}, {"has_seqused_k": True}, True),
+        ({"dynamic_tiles": True}, {"mask": Mask(3, None)}, True),
         ({"private_dq": True}, {"has_seqused_k": True, "mask": Mask(3, 0)}, True),
     ],
 )

@@ -403,10 +403,7 @@ class BackwardConfigSm90(LaunchConfig):
         """Whether the main kernel is the only one."""
         # packed: the first tiles are those of all heads, whose rows would all have to be prepared
         is_possible = not problem.is_packed and not problem.has_modifiers and not self.paired
-        # A warp ends a tile that has no queries at once, and its arrival would count for the tile before, which slower
-        # warps have not ended: random runs of the warps in Python find it, no run on a GPU has shown it.
-        has_empty_tiles = problem.has_seqused_k or problem.mask.window_left is not None
-        takes_tiles = self.private_dq or (self.dynamic_tiles and not has_empty_tiles)
+        takes_tiles = self.private_dq or self.dynamic_tiles
         return self.background_rows and takes_tiles and is_possible
 
     def zeroes_before(self, problem: AttentionProblem) -> bool:

@@ -471,11 +471,7 @@ def _does_rows_in_background(problem: AttentionProblem) -> bool:
 
     It takes as much of the L1 cache during tiles as before them. Under a causal mask, where tiles differ, it fills what
     they leave; at head_dim 256 its smaller stages cost that again.
-
-    A negative right side leaves tiles of keys without queries, see `BackwardConfigSm90.rows_in_background`.
     """
-    if (problem.mask.window_right or 0) < 0:
-        return False
     if problem.mask.is_full:
         return max(problem.seqlen_q, problem.seqlen_k) <= FULL_SEQLEN_IN_BACKGROUND
     return max(problem.head_dim, problem.head_dim_v) <= 128

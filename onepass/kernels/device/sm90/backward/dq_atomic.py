@@ -45,7 +45,7 @@ class AtomicSums(Untraced):
         if cutlass.const_expr(self.kernel.finishes_rows):
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(tile_end + wave % 2)
+                cute.arch.mbarrier_arrive(tile_end + (wave & 1))
 
     @cute.jit
     def repair(self, tile):

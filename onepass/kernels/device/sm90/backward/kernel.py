@@ -455,7 +455,7 @@ class BackwardSm90(KeyTiles):
         while number < queue.num_tiles:
             following = queue.fill_wave(wave)
             tile = self.tile_at(number, schedule, seqlens)
-            cute.arch.mbarrier_wait(tile_end + (wave - 1) % 2, (wave - 1) // 2 & 1)
+            cute.arch.mbarrier_wait(tile_end + (wave - 1 & 1), wave - 1 >> 1 & 1)
             background.end_tile(tile.origin_q, tile.head_kv)
             number = following
             wave += 1
