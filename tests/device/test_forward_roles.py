@@ -1,18 +1,14 @@
-"""The Hopper forward's own steps, run as Python: producer, consumers and the warps between them (forward_roles.py)."""
+"""The Hopper forward's own warps, run as Python in random orders: what reaches which row (forward_in_python.py)."""
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
 import torch
+from forward_in_python import Launch
 from shipped import problem
 
 from onepass.kernels.config import ForwardConfigSm90
 from onepass.problem import Mask, Quantization
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
-)
 
 FULL, CAUSAL, LEFT, WINDOW = Mask(), Mask(None, 0), Mask(100, None), Mask(100, 40)
 CONFIG = ForwardConfigSm90(tile_n=64, rescale_threshold=8.0)
@@ -21,12 +17,10 @@ E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 
 
 def run(config=CONFIG, seeds=1, head_dim=64, seqlens=(200, 330), mask=CAUSAL, options=None, **asked):
-    from forward_roles import Forward
-
     asked = replace(problem(head_dim, head_dim, mask=mask, num_heads_kv=2, **asked), num_heads_q=2)
     asked = replace(asked, seqlen_q=seqlens[0], seqlen_k=seqlens[1])
     for seed in range(seeds):
-        Forward(asked, config, seed, **(options or {})).run()
+        Launch(asked, config, seed, **(options or {})).run()
 
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, LEFT, WINDOW], ids=["full", "causal", "left", "window"])
@@ -58,6 +52,14 @@ def test_tiles_that_are_drawn(mask):
     for num_ctas in (1, 2, 3):
         run(replace(CONFIG, dynamic_tiles=True, q_stages=2), mask=mask, options={"num_ctas": num_ctas})
         run(replace(CONFIG, q_stages=2), mask=mask, options={"num_ctas": num_ctas})
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=["full", "causal", "window"])
+def test_pairs_of_thread_blocks(mask):
+    """Each loads half of every K and V for both; the last one has no rows."""
+    for num_warpgroups in (1, 2):
+        config = replace(CONFIG, cluster_size=2, num_warpgroups=num_warpgroups)
+        run(config, mask=mask, seqlens=(64 * num_warpgroups * 3, 200), seeds=2, options={"num_ctas": 2})
 
 
 @pytest.mark.parametrize("threshold", [0.0, 8.0])

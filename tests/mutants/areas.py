@@ -298,7 +298,7 @@ AREAS = (
                     "onepass/kernels/device/blocks/tiles/queue.py",
                     "onepass/kernels/device/blocks/tiles/pingpong.py",
                 ),
-                ("tests/device/test_steps_in_python.py", "tests/device/test_backward_protocol.py"),
+                ("tests/device/test_backward_protocol.py",),
             ),
             Group(
                 ("onepass/kernels/device/memory_bound/query_bounds.py",),

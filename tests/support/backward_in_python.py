@@ -9,10 +9,10 @@ import itertools
 import random
 from collections import Counter, defaultdict
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
+import hopper_in_python
 import torch
-from hopper_in_python import Divisor, Machine, Part, Registers, Slices, Words, device_modules, language, replace
+from hopper_in_python import Divisor, Nothing, Operand, Registers, Rows, Slices, Tensor, Words, device_modules
 
 from onepass.errors import UnsupportedError
 from onepass.geometry import tile_scheduler
@@ -25,36 +25,21 @@ BITS = SimpleNamespace(width=16)
 KEEPER_WARP = 3
 
 
-# ---------------------------------------------------------------- tensors in global memory
+# ---------------------------------------------------------------- tensors
 
 
-class Rows:
-    """Something that a copy reads: a name, and where."""
+class Part:
+    """A part of buffers as an operand: its coordinates join the content."""
 
-    def __init__(self, name, num_bytes, has_garbage=lambda content: False, place=()):
-        self.name, self.num_bytes, self.is_garbage, self.place = name, num_bytes, has_garbage, place
-
-    def __getitem__(self, index):
-        return Rows(self.name, self.num_bytes, self.is_garbage, (*self.place, *(i for i in index if i is not None)))
-
-    @property
-    def content(self):
-        """The name, and the place: a column block comes last."""
-        return (self.name, *self.place[-3:], *self.place[:-3])
-
-    @property
-    def has_garbage(self):
-        return self.is_garbage(self.content)
-
-
-class Tensor:
-    """A tensor in global memory. Args: shape: (rows, columns, heads, batch)."""
-
-    def __init__(self, name=None, shape=None):
-        self.name, self.shape = name, shape
+    def __init__(self, tensor, coordinates):
+        self.tensor, self.coordinates = tensor, coordinates
 
     def __getitem__(self, index):
-        return self
+        *_, number = index
+        row, _, fixed = self.coordinates
+        if fixed is None:
+            return Operand(self.tensor[number,], row)
+        return Operand(self.tensor[fixed,], number)
 
 
 class Turns(Words):
@@ -102,11 +87,10 @@ class Scores:
     def load_slope(self, tile, head):
         pass
 
-    def draw_flags(self, tile, head, m_block):
-        pass
+    def draw_flags(self, *block):
+        self.drawn = block
 
-    def draw_kept(self, tile, head, m_block):
-        pass
+    draw_kept = draw_flags
 
     def read_lse(self, q_state):
         self.lse = self.stats[None, q_state.index].content
@@ -143,6 +127,7 @@ class Scores:
         assert acc_dp.content == ((self.keys(tile, "v"), self.queries(*block, "do")),)
         assert self.rP.content == self.pair("p", *block)
         assert self.delta == self.stats_of(*block)
+        assert self.drawn == block, "flags of dropout for another block"
         self.rdS.fill(self.pair("ds", *block))
 
 
@@ -168,6 +153,18 @@ class KeyGradients:
 
     def store_dv(self, tile, acc, stage=None):
         self.store(tile, acc, "dv", ("p", "do"), stage)
+
+
+def issue_sum(machine, mma, acc, pairs, accumulate, steps=None, before_last=None):
+    """The result of a group of GEMMs is what it was and the contents of its pairs."""
+    if before_last is not None:
+        before_last()
+    operands = [getattr(operand, "buffer", operand) for pair in pairs for operand in pair]
+    for operand in operands:
+        assert not getattr(operand, "garbage", ()) or mma == "s", "garbage"  # which S masks
+    products = tuple(tuple(operand.content for operand in pair) for pair in pairs)
+    acc.values[:] = [(acc.values[0] or () if accumulate else ()) + products] * len(acc)
+    machine.begin_gemms(acc, operands)
 
 
 def clear_rows(buffer, end, thread, threads):
@@ -270,7 +267,7 @@ class Packed:
         return self.tiles[number]
 
 
-class Launch:
+class Launch(hopper_in_python.Launch):
     """A backward with random sizes.
 
     Args: fixed: fields of the configuration and of the problem.
@@ -285,8 +282,8 @@ class Launch:
                 break
             except UnsupportedError:
                 continue
-        self.kernel, self.machine = kernel, Machine(seed)
-        kernel.machine, kernel.problem = self.machine, self.problem
+        super().__init__(modules(), kernel, seed)
+        kernel.problem = self.problem
         kernel.shares = 4 * (
             kernel.num_pieces if self.config.by_gradient else kernel.num_warpgroups
         )  # of a block of dQ
@@ -306,23 +303,21 @@ class Launch:
         self.replace_parts()
 
     def replace_parts(self):
-        found, machine, kernel = modules(), self.machine, self.kernel
-        stand_ins = language(machine)
-        stand_ins |= {"BackwardScores": Scores, "KeyGradients": KeyGradients, "clear_rows": clear_rows}
-        stand_ins |= {"copy_to_peer": functools.partial(copy_to_peer, machine), "row_products": lambda *_: 0.0}
-        stand_ins |= {"at_head": lambda t, m, head, origin, is_packed: t[None, None, head, origin]}
-        stand_ins["copy_bulk"] = functools.partial(copy_bulk, machine)
-        replace(found, stand_ins)
-        cute = stand_ins["cute"]
-        cute.local_tile, cute.make_layout, cute.group_modes = self.local_tile, lambda n: n, lambda t, *_: t
-        cute.flat_divide = lambda *_: Tensor()
-        for module in found.values():
-            if "cpasync" in vars(module):
-                module.cpasync.tma_partition = self.tma_partition
-        classes = {name: vars(module) for name, module in found.items()}
-        classes["sm90.backward.dq_atomic"]["AtomicSums"].add_share = add_share
-        classes["blocks.tiles.queue"]["TileQueue"]._draw = lambda queue: self.draw(queue)
-        rows = classes["sm90.backward.rows"]["BackgroundRows"]
+        machine, kernel = self.machine, self.kernel
+        super().replace_parts(
+            BackwardScores=Scores,
+            KeyGradients=KeyGradients,
+            clear_rows=clear_rows,
+            copy_to_peer=functools.partial(copy_to_peer, machine),
+            copy_bulk=functools.partial(copy_bulk, machine),
+            row_products=lambda *_: 0.0,
+            wgmma=SimpleNamespace(
+                issue_sum=functools.partial(issue_sum, machine),
+                issue=lambda mma, acc, a, b, *options, **more: issue_sum(machine, mma, acc, [(a, b)], *options, **more),
+            ),
+        )
+        self.modules["sm90.backward.dq_atomic"].AtomicSums.add_share = add_share
+        rows = self.modules["sm90.backward.rows"].BackgroundRows
         rows._load_rows, rows._write_stats, rows._store_piece = load_rows, write_stats, store_piece
         rows._convert_piece, rows._repair_block, rows._staged = convert_piece, repair_block, lambda *_: None
         if self.problem.is_packed:
@@ -352,15 +347,6 @@ class Launch:
         assert self.machine.prepared[content[1]] == self.config.tile_m or not self.kernel.has_background_rows
         return False
 
-    def tma_partition(self, atom, rank, ranks, s, g):
-        return Target(s, rank), Rows(g.name, g.num_bytes // ranks, g.is_garbage)
-
-    def draw(self, queue):
-        value = queue.counter.iterator.value
-        queue.counter[0] = 0 if value >= queue.num_tiles - 1 else value + 1
-        self.machine.changed()
-        return value
-
     # ---------------------------------------------------------------- the arguments of the kernel
 
     def run(self):
@@ -381,7 +367,7 @@ class Launch:
         lengths = found["blocks.tiles.packed"].Lengths(None, None, self.used)
         stats = Rows("stats", 4 * STAT_ROWS * config.tile_m, self.are_prepared)
         stats.shape = (self.blocks_per_head * problem.num_heads_q * batch,)
-        self.turns, self.counter, self.words = Turns(kernel), Words(), Words()
+        self.turns, self.words = Turns(kernel), Words()
         accumulator = found["blocks.tiles.dq_sums"].Accumulator(
             Sums(kernel), stats, self.turns, self.blocks_per_head, problem.num_heads_q
         )
@@ -400,20 +386,20 @@ class Launch:
             *[None] * 3,
             rows.RowTensors(q, q, None, None, q, None, None, None) if kernel.has_background_rows else None,
             rows.Progress(self.words, Words(self.words.values, 2), heads * batch, *(Divisor(n) for n in divisors)),
-            MagicMock() if kernel.hides_pairs else None,
+            Nothing() if kernel.hides_pairs else None,
             accumulator,
         )
         window = problem.mask.window_left, problem.mask.window_right
-        scores = found["blocks.tiles.schedule"].ScoreArguments(1.0, MagicMock(), *window, None)
+        scores = found["blocks.tiles.schedule"].ScoreArguments(1.0, Nothing(), *window, None)
         arguments = (
-            module.Loads(*((MagicMock(), t) for t in loads)),
+            module.Loads(*((Nothing(), t) for t in loads)),
             tensors,
             lengths,
             scores,
             schedule,
             self.counter if config.dynamic_tiles else None,
             found["sm90.backward.inputs"].Mmas(*(Slices(name) for name in ("s", "dp", "dv", "dk", "dq"))),
-            MagicMock(),
+            Nothing(),
         )
         schedule = packed or schedule
         sequences = scores.sequences(problem.seqlen_q, problem.seqlen_k, lengths)
@@ -479,16 +465,6 @@ def terms_of(products):
     assert all(ds[1] == k[:4] for ds, k in products), products
     (queries,), (piece,) = queries, pieces
     return sorted(k[:4] for _, k in products), queries, piece
-
-
-class Target:
-    """Where copies go: a part of each buffer."""
-
-    def __init__(self, s, part):
-        self.s, self.part = s, part
-
-    def __getitem__(self, index):
-        return self.part, self.s[index]
 
 
 def draw_config(rng, fixed):

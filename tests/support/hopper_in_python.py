@@ -2,7 +2,8 @@
 
 The modules of device code are loaded with the kernel language replaced by what is here: mbarriers, named barriers,
 circular buffers, copies that land late, GEMMs that read their operands until a wait covers them. Values are symbols: a
-buffer holds the name of what was copied to it, and a product the names of its operands.
+buffer holds the name of what was copied to it, and a product the names of its operands. What the symbols of a kernel
+are, and what must have become of them in the end, is in forward_in_python.py and backward_in_python.py.
 """
 
 import contextlib
@@ -116,33 +117,45 @@ class Words:
 
 
 class MBarrier:
+    """Attributes:
+    missing: bytes that must be copied before the phase ends.
+    ended: how many phases have.
+    buffers: which copies that it counts have filled.
+    """
+
     def __init__(self, arrivals):
         self.arrivals = self.pending = arrivals
-        self.missing, self.phase = 0, 0  # bytes
+        self.missing = self.ended = 0
+        self.buffers = set()
 
-    def arrive(self, num_bytes=0):
-        """One arrival. Args: num_bytes: what must be copied, too, before the phase is complete."""
-        self.pending -= 1
+    @property
+    def phase(self):
+        return self.ended & 1
+
+    def arrive(self, num_bytes=0, count=1):
+        """Arrivals. Args: num_bytes: what must be copied, too, before the phase is complete."""
+        self.pending -= count
         assert self.pending >= 0, "an arrival too many"
         self.complete(-num_bytes)
 
     def complete(self, num_bytes):
         self.missing -= num_bytes
         if self.pending == self.missing == 0:
-            self.pending, self.phase = self.arrivals, self.phase ^ 1
+            self.pending, self.ended = self.arrivals, self.ended + 1
 
 
 class Rendezvous:
     """A barrier that warps of a thread block, or of a cluster, arrive at."""
 
     def __init__(self):
-        self.arrived, self.generation = set(), 0
+        self.arrived, self.generation = {}, 0
 
-    def arrive(self, who, count):
+    def arrive(self, who, count, width=1):
         assert who not in self.arrived, "a warp has arrived twice"
-        self.arrived.add(who)
-        if len(self.arrived) == count:
-            self.arrived, self.generation = set(), self.generation + 1
+        self.arrived[who] = width
+        if sum(self.arrived.values()) >= count:
+            assert sum(self.arrived.values()) == count, "a warp too many has arrived"
+            self.arrived, self.generation = {}, self.generation + 1
 
 
 class Buffer:
@@ -160,7 +173,9 @@ class Buffer:
     @property
     def content(self):
         assert len(set(self.parts.values())) == 1, f"parts of {self.parts}"
-        return next(iter(self.parts.values()))
+        content = next(iter(self.parts.values()))
+        assert content is not ON_ITS_WAY, "read before it has arrived"
+        return content
 
     def at(self, block):
         return block.memory[self.tensor.number][self.index]
@@ -186,7 +201,7 @@ class Shared:
     def __setitem__(self, index, value):
         self[index].write(0, value)
 
-    iterator = property(lambda self: self)
+    iterator, layout = property(lambda self: self), None
 
     def toint(self):
         return self
@@ -195,21 +210,9 @@ class Shared:
         return self
 
 
-class Part:
-    """A part of buffers as an operand: its coordinates join the content."""
-
-    def __init__(self, tensor, coordinates):
-        self.tensor, self.coordinates = tensor, coordinates
-
-    def __getitem__(self, index):
-        *_, number = index
-        row, _, fixed = self.coordinates
-        if fixed is None:
-            return Operand(self.tensor[number,], row)
-        return Operand(self.tensor[fixed,], number)
-
-
 class Operand:
+    """A part of a buffer, whose coordinate joins the content."""
+
     def __init__(self, buffer, coordinate):
         self.buffer, self.coordinate = buffer, coordinate
 
@@ -225,8 +228,13 @@ class Registers:
         self.values, self.readers, self.writers = [None] * count, 0, 0
 
     def __getitem__(self, i):
+        if isinstance(i, tuple):
+            return Columns(self, i[-1])
         assert not self.writers, "read before its GEMM has ended"
         return self.values[i]
+
+    def __len__(self):
+        return len(self.values)
 
     def __setitem__(self, i, value):
         assert not self.writers + self.readers, "overwritten during a GEMM"
@@ -242,33 +250,95 @@ class Registers:
         assert len(values) == 1, values
         return values.pop()
 
+    layout, iterator = property(len), property(lambda self: self)
+
+
+class Columns:
+    """A block of columns of registers that have a value for each block."""
+
+    def __init__(self, registers, block):
+        self.registers, self.block = registers, block
+
+    def __getitem__(self, i):
+        return self.registers[self.block]
+
+    def __setitem__(self, i, value):
+        self.registers[self.block] = value
+
+
+# ---------------------------------------------------------------- tensors in global memory
+
+
+class Rows:
+    """Something that a copy reads: a name, and where."""
+
+    def __init__(self, name, num_bytes, has_garbage=lambda content: False, place=()):
+        self.name, self.num_bytes, self.is_garbage, self.place = name, num_bytes, has_garbage, place
+
+    def __getitem__(self, index):
+        place = *self.place, *(i for i in index if i is not None)
+        return type(self)(self.name, self.num_bytes, self.is_garbage, place)
+
+    @property
+    def content(self):
+        """The name, and the place: head, origin and block, before a half of a float32 or a block of columns."""
+        return (self.name, *self.place[-3:], *self.place[:-3])
+
+    @property
+    def has_garbage(self):
+        return self.is_garbage(self.content)
+
+
+class Tensor:
+    """A tensor in global memory. Args: shape: (rows, columns, heads, batch)."""
+
+    def __init__(self, name=None, shape=None):
+        self.name, self.shape = name, shape
+
+    def __getitem__(self, index):
+        return self
+
+
+class Target:
+    """Where copies go: a part of each buffer."""
+
+    def __init__(self, s, part=0):
+        self.s, self.part = s, part
+
+    def __getitem__(self, index):
+        *_, part, number = (self.part, *(i for i in index if i is not None))
+        return part, self.s[number]
+
+
+def tma_partition(atom, rank, ranks, s, g):
+    return Target(s, rank), type(g)(g.name, g.num_bytes // ranks, g.is_garbage, g.place)
+
 
 # ---------------------------------------------------------------- threads
 
 
 class Process:
-    """A lane of a warp; without `machine.lanes` lane 0 stands for the warp."""
+    """A lane of a warp, or all of it, or several warps. Args: width: how many warps."""
 
-    def __init__(self, machine, block, warp, lane, target):
+    def __init__(self, machine, block, warp, lane, target, width=1):
         self.machine, self.block, self.warp, self.lane, self.target = machine, block, warp, lane, target
         self.condition, self.is_muted, self.gemms, self.seen, self.question = None, False, [], None, None
         self.slowness = machine.random.choice((0, 0, 0, 0.8, 0.9))
-        self.allocations, self.found, self.turn, self.has_ended = 0, False, threading.Semaphore(0), False
+        self.allocations, self.found, self.width, self.turn = 0, False, width, threading.Lock()
+        self.turn.acquire()
         threading.Thread(target=self.main, daemon=True).start()
-
-    def is_ready(self):
-        return self.condition is None or self.condition()
 
     def main(self):
         self.turn.acquire()
         try:
-            self.target()
+            if not self.machine.is_over:
+                self.target()
         except Ended:
             pass
         except BaseException as error:
             self.machine.error = self.machine.error or error
-        self.has_ended = True
-        self.machine.returned.release()
+        if not self.machine.is_over:
+            self.machine.ended(self)
 
 
 class Block:
@@ -277,6 +347,7 @@ class Block:
     def __init__(self, index, rank, cluster):
         self.index, self.rank, self.cluster = index, rank, cluster
         self.memory, self.named, self.lanes = [], defaultdict(Rendezvous), defaultdict(Rendezvous)
+        self.pipes, self.turn = [], None
         self.running = 0  # warps
         self.late = 0  # arrivals and copies at other thread blocks that have not landed
         self.additions = 0  # to global memory that have not landed
@@ -290,7 +361,8 @@ class Machine:
 
     def __init__(self, seed):
         self.random, self.processes, self.late, self.changes = random.Random(seed), [], [], 0
-        self.error, self.current, self.is_over, self.returned = None, None, False, threading.Semaphore(0)
+        self.blocks: list[Block] = []
+        self.error, self.current, self.is_over, self.over = None, None, False, threading.Lock()
 
     # ---------------------------------------------------------------- scheduling
 
@@ -300,56 +372,86 @@ class Machine:
         if condition is None and self.random.random() < 0.5:
             return
         process.condition = condition
-        self.returned.release()
-        process.turn.acquire()
-        if self.is_over:
-            raise Ended
+        chosen = self.chosen()
+        if chosen is not process:
+            self.go_on(chosen)
+            process.turn.acquire()
+            if self.is_over:
+                raise Ended
+        process.condition = None
 
     def later(self, effect):
         """Something that happens by itself at some time."""
         self.late.append((effect, self.random.choice((0, 0.9, 0.99))))
 
-    def run(self):
-        misses = 0
-        try:
-            while self.processes or self.late:
-                i = int(self.random.random() * (len(self.processes) + len(self.late)))
-                if i >= len(self.processes):
-                    effect, slowness = self.late[i - len(self.processes)]
-                    if self.random.random() < slowness:
-                        continue
+    def chosen(self):
+        """The process that goes on, after effects that come before; None: nothing is left, or can go on."""
+        misses, draw = 0, self.random.random
+        while self.processes or self.late:
+            i = int(draw() * (len(self.processes) + len(self.late)))
+            if i >= len(self.processes):
+                effect, slowness = self.late[i - len(self.processes)]
+                if draw() >= slowness:
                     self.late.pop(i - len(self.processes))
                     effect()
-                    self.changes, misses = self.changes + 1, 0
-                    continue
-                process = self.processes[i]
-                if not process.is_ready():
-                    misses += 1
-                    if misses > 200 and not self.late:
-                        assert any(p.is_ready() for p in self.processes), "deadlock"
-                        misses = 0
-                elif self.random.random() >= process.slowness:
-                    misses, process.condition, self.current = 0, None, process
-                    process.turn.release()
-                    self.returned.acquire()
-                    if self.error is not None:
-                        raise self.error
-                    if process.has_ended:
-                        self.processes[i] = self.processes[-1]
-                        self.processes.pop()
-        finally:
-            self.is_over = True
-            for process in self.processes:
-                if not process.has_ended:
-                    process.turn.release()
+                    self.changes += 1
+                continue
+            process = self.processes[i]
+            if process.condition is not None and not process.condition():
+                misses += 1
+                if misses > 200 and not self.late:
+                    assert any(p.condition is None or p.condition() for p in self.processes), "deadlock"
+                    misses = 0
+            elif draw() >= process.slowness:
+                self.current = process
+                return process
+        return None
 
-    def launch(self, kernel, num_blocks, num_warps, cluster_size=1, lanes=None, room=None):
-        """Run a kernel. Args: lanes: of warps whose lanes part ways; room: clusters that run at a time."""
+    def go_on(self, process):
+        """Let a process take steps, or end the run."""
+        if process is not None:
+            process.turn.release()
+            return
+        self.is_over = True
+        for waiting in self.processes:
+            waiting.turn.release()
+        self.over.release()
+
+    def ended(self, process):
+        """A process has no more to do."""
+        self.processes.remove(process)
+        chosen = None
+        if self.error is None:
+            try:
+                chosen = self.chosen()
+            except Exception as error:
+                self.error = error
+        self.go_on(chosen)
+
+    def run(self):
+        self.over.acquire()
+        self.go_on(self.chosen())
+        self.over.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def launch(self, kernel, num_blocks, num_warps, cluster_size=1, lanes=None, room=None, warpgroups=()):
+        """Run a kernel.
+
+        Args: lanes: of warps whose lanes part ways. room: clusters that run at a time. warpgroups: the first warps of
+        warpgroups that are a process each.
+        """
+        firsts = [warp for warp in range(num_warps) if warp // WARPS * WARPS not in warpgroups or warp % WARPS == 0]
+
+        def width_of(warp):
+            return WARPS if warp in warpgroups else 1
+
         self.num_blocks, self.num_warps, self.num_lanes = num_blocks, num_warps, lanes or {}
         waiting = []
         for first in range(0, num_blocks, cluster_size):
             cluster = SimpleNamespace(blocks=[], barrier=Rendezvous())
             cluster.blocks += [Block(first + rank, rank, cluster) for rank in range(cluster_size)]
+            self.blocks += cluster.blocks
             waiting.append(cluster)
 
         def start_one():
@@ -357,10 +459,12 @@ class Machine:
                 self.later(lambda block=block: start(block))
 
         def start(block):
-            block.running = num_warps
+            block.running = len(firsts)
             self.processes += [
-                Process(self, block, warp, lane, lambda block=block, lane=lane: run(block, lane))
-                for warp in range(num_warps)
+                Process(
+                    self, block, warp, lane, functools.partial(run, block, lane), WARPS if warp in warpgroups else 1
+                )
+                for warp in firsts
                 for lane in range(self.num_lanes.get(warp, 1))
             ]
 
@@ -401,9 +505,10 @@ class Machine:
     def wait(self, barrier, parity):
         self.pause(lambda: barrier.value.phase != parity)
 
-    def arrive(self, barrier, num_bytes=0):
+    def arrive(self, barrier, num_bytes=0, count=None):
+        """An arrival of each warp. Args: count: another number of arrivals."""
         if not self.current.is_muted:
-            barrier.value.arrive(num_bytes)
+            barrier.value.arrive(num_bytes, count or self.current.width)
             self.changed()
 
     def remotely(self, block, effect):
@@ -421,7 +526,7 @@ class Machine:
     def arrive_at(self, barrier, rank):
         if not self.current.is_muted:
             block = self.current.block.cluster.blocks[rank]
-            self.remotely(block, barrier.at(block).value.arrive)
+            self.remotely(block, functools.partial(barrier.at(block).value.arrive, 0, self.current.width))
             self.pause()
 
     @contextlib.contextmanager
@@ -431,9 +536,9 @@ class Machine:
         yield
         process.is_muted = False
 
-    def meet(self, barrier, who, count):
+    def meet(self, barrier, who, count, width=1):
         generation = barrier.generation
-        barrier.arrive(who, count)
+        barrier.arrive(who, count, width)
         self.changed()
         if barrier.generation == generation:
             self.pause(lambda: barrier.generation != generation)
@@ -446,11 +551,12 @@ class Machine:
     def barrier(self, barrier_id=0, number_of_threads=None):
         process, warps = self.current, self.num_warps if number_of_threads is None else number_of_threads // LANES
         if process.lane == 0:
-            self.meet(process.block.named[barrier_id], process.warp, warps)
+            self.meet(process.block.named[barrier_id], process.warp, warps, process.width)
         self.sync_warp()
 
     def barrier_arrive(self, barrier_id, number_of_threads):
-        self.current.block.named[barrier_id].arrive(self.current.warp, number_of_threads // LANES)
+        process = self.current
+        process.block.named[barrier_id].arrive(process.warp, number_of_threads // LANES, process.width)
         self.changed()
 
     def cluster_arrive(self):
@@ -460,7 +566,8 @@ class Machine:
             self.pause(lambda: not process.block.late)  # arrivals land before a later one at the cluster's barrier
             cluster = process.block.cluster
             process.generation = cluster.barrier.generation
-            cluster.barrier.arrive((process.block.rank, process.warp), len(cluster.blocks) * self.num_warps)
+            count = len(cluster.blocks) * self.num_warps
+            cluster.barrier.arrive((process.block.rank, process.warp), count, process.width)
             self.changed()
 
     def cluster_wait(self):
@@ -486,9 +593,10 @@ class Machine:
             return
         part, buffer = target if isinstance(target, tuple) else (0, target)
         own = self.current.block
-        for block in own.cluster.blocks if mcast_mask else [own]:
+        for block in [b for b in own.cluster.blocks if mcast_mask >> b.rank & 1] if mcast_mask else [own]:
             there = buffer.at(block)
             there.write(part, ON_ITS_WAY)
+            barrier.at(block).value.buffers.add(there)
             self.remotely(block, functools.partial(self.land, there, part, source, barrier.at(block)))
         self.pause()
 
@@ -496,17 +604,10 @@ class Machine:
         buffer.write(part, source.content, source.has_garbage)
         barrier.value.complete(source.num_bytes)
 
-    def issue_sum(self, mma, acc, pairs, accumulate, steps=None, before_last=None):
+    def begin_gemms(self, acc, operands):
         """A group of GEMMs, which read their operands until a wait covers them."""
-        if before_last is not None:
-            before_last()
-        operands = [getattr(operand, "buffer", operand) for pair in pairs for operand in pair]
-        products = tuple(tuple(operand.content for operand in pair) for pair in pairs)
         for operand in operands:
-            assert not getattr(operand, "garbage", ()) or mma == "s", "garbage"  # which S masks
             operand.readers += 1
-        before = acc.values[0] or () if accumulate else ()
-        acc.values[:] = [before + products] * len(acc.values)
         acc.writers += 1
         self.current.gemms.append((acc, operands))
         self.pause()
@@ -574,33 +675,36 @@ class Machine:
 
 
 class State:
-    """The state of a circular buffer."""
+    """pipeline.PipelineState."""
 
-    def __init__(self, stages, phase, index=0):
-        self.stages, self.phase, self.index = stages, phase, index
+    def __init__(self, stages, count, index, phase):
+        self.stages, self.count, self.index, self.phase = stages, count, index, phase
 
     def advance(self):
         self.index = (self.index + 1) % self.stages
         self.phase ^= self.index == 0
 
     def clone(self):
-        return State(self.stages, self.phase, self.index)
+        return State(self.stages, self.count, self.index, self.phase)
 
 
 class Pipe:
-    """A circular buffer like PipelineTmaAsync."""
+    """A circular buffer like PipelineTmaAsync, with an arrival of each warp that empties it."""
 
-    def __init__(self, machine, num_stages, consumer_group, tx_count, cluster_size, barrier_storage):
+    def __init__(self, machine, num_stages, producer_group, consumer_group, tx_count, cluster_size, barrier_storage):
         self.machine, self.stages, self.num_bytes, self.cluster_size = machine, num_stages, tx_count, cluster_size
         self.full, self.empty = barrier_storage, barrier_storage + num_stages
+        self.sync_object_empty = SimpleNamespace(wait=lambda index, phase: machine.wait(self.empty + index, phase))
+        if self.full.value is None:
+            machine.current.block.pipes.append(self)
         for i in range(num_stages):
-            for first, arrivals in ((self.full, 1), (self.empty, consumer_group)):
+            for first, arrivals in ((self.full, producer_group), (self.empty, consumer_group)):
                 if (first + i).value is None:
                     (first + i).value = MBarrier(arrivals)
 
     def producer_acquire(self, state):
         self.machine.wait(self.empty + state.index, state.phase)
-        self.machine.arrive(self.full + state.index, self.num_bytes)
+        self.machine.arrive(self.full + state.index, self.num_bytes, 1)
 
     def producer_get_barrier(self, state):
         return self.full + state.index
@@ -610,10 +714,17 @@ class Pipe:
             self.machine.wait(self.empty + state.index, state.phase)
             state.advance()
 
-    def consumer_wait(self, state):
-        self.machine.wait(self.full + state.index, state.phase)
+    def consumer_wait(self, state, is_full=False):
+        if not is_full:
+            self.machine.wait(self.full + state.index, state.phase)
+
+    def consumer_get_barrier(self, state):
+        return self.empty + state.index
 
     def consumer_release(self, state):
+        buffers = (self.full + state.index).value.buffers
+        for _, operands in self.machine.current.gemms:
+            assert buffers.isdisjoint(operands), "released while a GEMM reads it"
         if self.cluster_size == 1:
             self.machine.arrive(self.empty + state.index)
         else:
@@ -631,8 +742,8 @@ def warps_range(*bounds, unroll=None):
 
 def size(value, mode=None):
     if isinstance(value, tuple):
-        return math.prod(value)
-    return len(value.values) if isinstance(value, Registers) else value if isinstance(value, int) else 64
+        return math.prod(value) if mode is None else value[mode[0]]
+    return len(value) if isinstance(value, Registers) else value if isinstance(value, int) else 64
 
 
 class Divisor(int):
@@ -654,65 +765,96 @@ class Slices(str):
         return 4
 
 
+class Nothing:
+    """What has no effect here."""
+
+    def __call__(self, *_, **__):
+        return self
+
+    def __getattr__(self, name):
+        return self
+
+
+class Names(SimpleNamespace):
+    """Stand-ins by name; all other names have no effect."""
+
+    def __getattr__(self, name):
+        return Nothing()
+
+
 def language(machine):
     """The names of the kernel language, and of our single instructions, with their stand-ins."""
     here = machine
-    arch = MagicMock()
-    stand_ins = {
-        "warp_idx": lambda: here.current.warp,
-        "lane_idx": lambda: here.current.lane,
-        "thread_idx": lambda: (here.current.warp * LANES + here.current.lane, 0, 0),
-        "block_idx": lambda: (here.current.block.index, 0, 0),
-        "grid_dim": lambda: (here.num_blocks, 1, 1),
-        "block_idx_in_cluster": lambda: here.current.block.rank,
-        "make_warp_uniform": lambda value: value.content if isinstance(value, Buffer) else value,
-        "vote_any_sync": bool,
-        "elect_one": here.elect_one,
-        "sync_warp": here.sync_warp,
-        "sync_threads": here.barrier,
-        "barrier": here.barrier,
-        "barrier_arrive": here.barrier_arrive,
-        "cluster_arrive": here.cluster_arrive,
-        "cluster_wait": here.cluster_wait,
-        "mbarrier_init": lambda barrier, arrivals: setattr(barrier, "value", MBarrier(arrivals)),
-        "mbarrier_wait": here.wait,
-        "mbarrier_arrive": here.arrive,
-        "mbarrier_arrive_and_expect_tx": here.arrive,
-        "fence_acq_rel_gpu": here.fence,
-    }
-    for name, stand_in in stand_ins.items():
-        setattr(arch, name, stand_in)
-    cute = MagicMock()
-    cute.arch, cute.size, cute.copy, cute.FastDivmodDivisorV2 = arch, size, here.copy, Divisor
-    cute.make_rmem_tensor = lambda shape, dtype: Registers(size(shape) if isinstance(shape, tuple) else 4)
-    cute.autovec_copy = copy_registers
-    cute.make_tiled_copy_C = lambda *_: Slices("copy")
-    cute.ceil_div = lambda a, b: -(-a // b)
-    cute.domain_offset = lambda offset, t: Words(t.values, offset[0]) if isinstance(t, Words) else t
-    cute.recast_tensor = lambda t, dtype: t
-    cute.make_ptr = lambda dtype, address, space, assumed_align: address
-    cutlass = SimpleNamespace(const_expr=lambda value: value, range_constexpr=range, range=warps_range)
-    cutlass.Int64, cutlass.Int8, cutlass.Int16 = int, int, int
+    arch = Names(
+        warp_idx=lambda: here.current.warp,
+        lane_idx=lambda: here.current.lane,
+        thread_idx=lambda: (here.current.warp * LANES + here.current.lane, 0, 0),
+        block_idx=lambda: (here.current.block.index, 0, 0),
+        grid_dim=lambda: (here.num_blocks, 1, 1),
+        block_idx_in_cluster=lambda: here.current.block.rank,
+        make_warp_uniform=lambda value: value.content if isinstance(value, Buffer) else value,
+        shuffle_sync_bfly=lambda value, offset: value,
+        vote_any_sync=bool,
+        elect_one=here.elect_one,
+        sync_warp=here.sync_warp,
+        sync_threads=here.barrier,
+        barrier=here.barrier,
+        barrier_arrive=here.barrier_arrive,
+        cluster_arrive=here.cluster_arrive,
+        cluster_arrive_relaxed=here.cluster_arrive,
+        cluster_wait=here.cluster_wait,
+        mbarrier_init=lambda barrier, arrivals: setattr(barrier, "value", MBarrier(arrivals)),
+        mbarrier_wait=here.wait,
+        mbarrier_test_wait=lambda barrier, phase: barrier.value.phase != phase,
+        mbarrier_arrive=here.arrive,
+        mbarrier_arrive_and_expect_tx=here.arrive,
+        fence_acq_rel_gpu=here.fence,
+    )
+    cute = Names(
+        arch=arch,
+        size=size,
+        copy=here.copy,
+        FastDivmodDivisorV2=Divisor,
+        make_rmem_tensor=lambda shape, dtype: Registers(size(shape) if isinstance(shape, (int, tuple)) else 4),
+        make_tensor=lambda iterator, layout: iterator,
+        make_layout=lambda shape: shape,
+        group_modes=lambda t, *_: t,
+        autovec_copy=copy_registers,
+        make_tiled_copy_C=lambda *_: Slices("copy"),
+        ceil_div=lambda a, b: -(-a // b),
+        domain_offset=lambda offset, t: Words(t.values, offset[0]) if isinstance(t, Words) else t,
+        recast_tensor=lambda t, dtype: t,
+        make_ptr=lambda dtype, address, space, assumed_align: address,
+    )
+    cutlass = Names(
+        const_expr=lambda value: value,
+        range_constexpr=range,
+        range=warps_range,
+        Float8E4M3FN=SimpleNamespace(width=8),
+        **dict.fromkeys(("Int8", "Int16", "Int64"), int),
+    )
 
     def create(num_stages, producer_group, consumer_group, tx_count, cta_layout_vmnk, barrier_storage, defer_sync):
-        return Pipe(here, num_stages, consumer_group, tx_count, cta_layout_vmnk[1], barrier_storage)
+        groups = producer_group, consumer_group
+        return Pipe(here, num_stages, *groups, tx_count, cta_layout_vmnk[1], barrier_storage)
 
     pipeline = SimpleNamespace(
         PipelineTmaAsync=SimpleNamespace(create=create),
-        Agent=MagicMock(),
+        PipelineState=State,
+        Agent=Nothing(),
         CooperativeGroup=lambda thread, count=1: count,
         PipelineUserType=SimpleNamespace(Producer=1, Consumer=0),
-        make_pipeline_state=lambda phase, stages: State(stages, phase),
+        make_pipeline_state=lambda user, stages: State(stages, 0, 0, user),
     )
     smem = SimpleNamespace(allocate_array=here.barriers, allocate_tensor=lambda *_: here.allocate(Shared))
     return {
         "cute": cute,
         "cutlass": cutlass,
         "pipeline": pipeline,
+        "cpasync": Names(tma_partition=tma_partition),
         "SmemAllocator": lambda: smem,
         "warpgroup": SimpleNamespace(wait_group=here.wait_group),
-        "warp": SimpleNamespace(broadcast=lambda value, lane: value, **{n: MagicMock() for n in _MATRICES}),
-        "wgmma": SimpleNamespace(issue_sum=here.issue_sum, issue=issue_of(here)),
+        "warp": Names(broadcast=lambda value, lane: value),
         "look_at": here.look_at,
         "is_phase_over": here.is_phase_over,
         "increment": here.draw,
@@ -723,20 +865,12 @@ def language(machine):
         "arrive_at": here.arrive_at,
         "arrive_at_first": lambda barrier, count, lane: [here.arrive_at(barrier, rank) for rank in range(count)],
         "send_word": here.send_word,
-        "add_here": lambda a, b: a,
-        "copy_of": lambda value: value,
+        "add_here": lambda a, b: a + b if b else a,
+        "at_head": lambda t, m, head, origin, is_packed, along=0: t[None, None, head, origin],
+        **dict.fromkeys(("copy_of", "transposed", "as_operand_a", "rows_and_columns"), lambda value: value),
         "order_after_words": lambda words: None,
-        "transposed": lambda t: t,
-        "as_operand_a": lambda t: t,
         "exit_if": exit_if,
     }
-
-
-_MATRICES = "StMatrix8x8x16bOp", "LdMatrix8x8x16bOp"
-
-
-def issue_of(machine):
-    return lambda mma, acc, a, b, *options, **more: machine.issue_sum(mma, acc, [(a, b)], *options, **more)
 
 
 def copy_registers(source, target):
@@ -751,9 +885,24 @@ def exit_if(condition):
         raise Ended
 
 
-def replace(modules, stand_ins):
-    """Give modules stand-ins for the names that they have."""
-    for module in modules.values():
-        for name, stand_in in stand_ins.items():
-            if name in vars(module):
-                setattr(module, name, stand_in)
+class Launch:
+    """A launch of a kernel on a machine. Attributes: modules: those of device code, see `device_modules`."""
+
+    def __init__(self, modules, kernel, seed):
+        self.modules, self.kernel, self.machine = modules, kernel, Machine(seed)
+        kernel.machine, self.counter = self.machine, Words()
+
+    def replace_parts(self, **stand_ins):
+        """Give modules the kernel language and these stand-ins for the names that they have."""
+        stand_ins = language(self.machine) | stand_ins
+        stand_ins["cute"].local_tile = self.local_tile
+        for module in self.modules.values():
+            for name in vars(module).keys() & stand_ins.keys():
+                setattr(module, name, stand_ins[name])
+        self.modules["blocks.tiles.queue"].TileQueue._draw = lambda queue: self.draw(queue)
+
+    def draw(self, queue):
+        value = queue.counter.iterator.value
+        queue.counter[0] = 0 if value >= queue.num_tiles - 1 else value + 1
+        self.machine.changed()
+        return value
