@@ -27,14 +27,16 @@ from numpy import float32, int64, uint16, uint32, uint64
 LANES = np.arange(32)
 WIDTHS = {"64": uint64, "32": uint32, "16": uint16, "8": uint16}  # of registers, by their bits
 SIGNED = {uint64: np.int64, uint32: np.int32, uint16: np.int16}
+ITEMS = {1: np.uint8, 2: uint16, 4: uint32, 8: uint64, 16: np.dtype("V16")}  # of memory, by their bytes
+BARRIERS = "bar.sync", "barrier.cta.red.or.pred"
 
 
 class Memory:
     """`count` memories at the same addresses, with bytes from `base` on that are 0xff (NaN) at first."""
 
     def __init__(self, num_bytes: int, base: int, count: int = 1):
-        self.bytes, self.base, self.used = np.full(count * num_bytes, 0xFF, np.uint8), base, 0
-        self.num_bytes = num_bytes
+        self.num_bytes, self.pitch = num_bytes, (num_bytes + 15) // 16 * 16  # from one memory to the next
+        self.bytes, self.base, self.used = np.full(count * self.pitch, 0xFF, np.uint8), base, 0
 
     def put(self, data: np.ndarray) -> int:
         """The address of a copy of the data, with room around it."""
@@ -47,21 +49,24 @@ class Memory:
     def get(self, address: int, num_bytes: int) -> np.ndarray:
         return self.bytes[address - self.base :][:num_bytes].copy()
 
-    def _places(self, addresses: np.ndarray, count: int, which: np.ndarray | None) -> np.ndarray:
+    def _items(self, addresses: np.ndarray, count: int, which: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """All items of `count` bytes, and the numbers of those at the addresses."""
         starts = addresses.astype(int64) - self.base
         assert (starts >= 0).all(), "address below the memory"
         assert (starts + count <= self.num_bytes).all(), "address past the memory"
-        assert (addresses % count == 0).all(), "misaligned address"
+        assert (starts % count == 0).all(), "misaligned address"
         if which is not None:
-            starts = starts + which * self.num_bytes
-        return starts[:, None] + np.arange(count)
+            starts = starts + which * self.pitch
+        return self.bytes.view(ITEMS[count]), starts // count
 
     def read(self, addresses: np.ndarray, count: int, which: np.ndarray | None = None) -> np.ndarray:
         """(n, count) bytes."""
-        return self.bytes[self._places(addresses, count, which)]
+        items, numbers = self._items(addresses, count, which)
+        return items[numbers].view(np.uint8).reshape(-1, count)
 
     def write(self, addresses: np.ndarray, data: np.ndarray, which: np.ndarray | None = None):
-        self.bytes[self._places(addresses, data.shape[1], which)] = data
+        items, numbers = self._items(addresses, data.shape[1], which)
+        items[numbers] = np.ascontiguousarray(data).view(items.dtype)[:, 0]
 
 
 GLOBAL_BASE, SHARED_BASE = 1 << 28, 1 << 10
@@ -308,17 +313,19 @@ class Warp:
                 if num_running < self.num_lanes:
                     here &= runs
                 self.is_everyone = np.count_nonzero(here) == self.num_lanes
+                if self.is_everyone and self.run_together(position) != position:
+                    continue
                 if position == len(instructions):
                     self.is_done |= here
                     runs &= ~here
                     continue
                 instruction = instructions[position]
                 self.position[here] += 1
-                if instruction.name == "bar.sync":
+                if instruction.name == BARRIERS[0]:
                     self.of_whole_warps(here, instruction.text)
                     runs &= ~here
                     continue
-                if instruction.name == "barrier.cta.red.or.pred":
+                if instruction.name == BARRIERS[1]:
                     self.of_whole_warps(here, instruction.text)
                     runs &= ~here
                     result, _, mine = instruction.operands
@@ -334,6 +341,29 @@ class Warp:
                 if instruction.opcode[0] in ("ret", "exit"):
                     runs &= ~here
         return ~self.is_done[::32]
+
+    def run_together(self, position: int) -> int:
+        """Run all lanes from one position on until they part, meet a barrier or end. Returns: the position there."""
+        instructions, everyone = self.program.instructions, np.ones(self.num_lanes, bool)
+        while position < len(instructions):
+            instruction, here = instructions[position], everyone
+            if instruction.name in BARRIERS or instruction.opcode[0] in ("ret", "exit"):
+                break
+            if instruction.guard:
+                here = self.registers[instruction.guard] ^ instruction.is_negated
+            count = np.count_nonzero(here) if instruction.guard else self.num_lanes
+            if instruction.opcode[0] == "bra" and count:
+                if count < self.num_lanes:
+                    break
+                position = self.program.labels[instruction.operands[0]]
+                continue
+            if count:
+                self.is_everyone = count == self.num_lanes
+                self.execute(instruction, here)
+                self.is_everyone = True
+            position += 1
+        self.position[:] = position
+        return position
 
     def take_vote(self, warps: list[Warp]):
         """After a barrier that is a vote, hand its result to the warps of each thread block."""
@@ -539,17 +569,21 @@ class Warp:
             self.set(register, word[:, 0].astype(dtype) if size == 1 else word.view(dtype)[:, 0], active)
 
     def add_to_memory(self, opcode, operands, active):
-        """Execute red, or atom, which also returns the old value, lane after lane."""
+        """Execute red, or atom, which also returns the old value. Lanes with one address go one after the other."""
         memory, kind, is_atom = self.spaces["global"], opcode[-1], opcode[0] == "atom"
         pointer, values = operands[is_atom : is_atom + 2]
         registers = values.strip("{} ").replace(" ", "").split(",")
         dtype = np.dtype(float32 if kind == "f32" else SIGNED[WIDTHS[kind[1:]]])
         addends = np.stack([self.value(register, kind).view(dtype) for register in registers], 1)
         addresses, before = self.address(pointer), np.zeros(self.num_lanes, dtype)
-        for lane in np.flatnonzero(active):
-            old = memory.read(addresses[lane : lane + 1], dtype.itemsize * len(registers)).view(dtype)
-            before[lane] = old[0, 0]
-            memory.write(addresses[lane : lane + 1], np.ascontiguousarray(old + addends[lane]).view(np.uint8))
+        lanes = np.flatnonzero(active)
+        while lanes.size:
+            _, first = np.unique(addresses[lanes], return_index=True)
+            now = lanes[first]
+            old = memory.read(addresses[now], dtype.itemsize * len(registers)).view(dtype)
+            before[now] = old[:, 0]
+            memory.write(addresses[now], (old + addends[now]).view(np.uint8))
+            lanes = np.delete(lanes, first)
         if is_atom:
             self.set(operands[0], before.view(WIDTHS[kind[1:]]), active)
 
@@ -625,8 +659,6 @@ class Warp:
     def mma(self, opcode, operands: list[list[str]], active):
         """Execute mma m16n8k16 of 16-bit values or m16n8k8 of tf32, with float32 sums."""
         target, a_registers, b_registers, c_registers = operands
-        shape = (-1, 32)
-        eighth, quad = LANES // 4, LANES % 4
         if "tf32" in opcode:
 
             def tf32(registers: list[str]) -> np.ndarray:
@@ -637,15 +669,14 @@ class Warp:
             a = tf32(a_registers).reshape(2, 2, -1, 8, 4).transpose(2, 1, 3, 0, 4).reshape(-1, 16, 8)
             b = tf32(b_registers).reshape(2, -1, 8, 4).transpose(1, 0, 3, 2).reshape(-1, 8, 8)
         else:
-            a, b = (np.zeros((self.num_lanes // 32, *sides), float32) for sides in ((16, 16), (16, 8)))
-            for half, shift in enumerate((0, 16)):
-                for i, register in enumerate(a_registers):
-                    word = (self.value(register) >> uint32(shift)).astype(uint16)
-                    values = from_16_bits(word, opcode[-2]).reshape(shape)
-                    a[:, eighth + i % 2 * 8, 2 * quad + i // 2 * 8 + half] = values
-                for i, register in enumerate(b_registers):
-                    word = (self.value(register) >> uint32(shift)).astype(uint16)
-                    b[:, 2 * quad + i * 8 + half, eighth] = from_16_bits(word, opcode[-2]).reshape(shape)
+
+            def halves(registers: list[str]) -> np.ndarray:
+                words = np.stack([self.value(r) for r in registers]).view(uint16)
+                return from_16_bits(words, opcode[-2])
+
+            # registers of A: (columns + 8, rows + 8), of B: terms + 8; two neighbors in each
+            a = halves(a_registers).reshape(2, 2, -1, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)
+            b = halves(b_registers).reshape(2, -1, 8, 4, 2).transpose(1, 0, 3, 4, 2).reshape(-1, 16, 8)
         product = a @ b
         # registers of C: (rows + 8, odd columns)
         sums = product.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
