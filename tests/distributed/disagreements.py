@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -152,13 +153,9 @@ def repeated_calls(rank: int) -> None:
 
     step()
     step()
-    store = agreement.Control._store
-    agreement.Control._store = lambda self: 1 / 0  # type: ignore[method-assign]
-    try:
+    with patch.object(agreement.Control, "_store", lambda self: 1 / 0):
         step()
         step()
-    finally:
-        agreement.Control._store = store
 
 
 def rounds_of_new_plans(rank: int) -> tuple[int, int]:
@@ -238,15 +235,12 @@ def values_that_one_device_refuses(rank: int) -> list[str]:
 
 def lengths_that_are_not_read(rank: int) -> None:
     """On a GPU, where no value is read, a length beyond a sequence counts as the sequence's, as on one device."""
-    read_values, checks.read_values = checks.read_values, lambda problem, inputs: None
-    try:
+    with patch.object(checks, "read_values", lambda problem, inputs: None):
         for tokens, right, beyond in ((64, int32(64), int32(99)), ([0, 20, 64], int32(20, 44), int32(99, 44))):
             plan = distributed.plan(tokens, causal=True, engine="keys", **HEADS)
             own = shards(plan, 64) if tokens == 64 else [plan.shard(t[0], 0) for t in qkv(64)]
             outs = [distributed.attention(*own, plan, seqused_k=used) for used in (right, beyond)]
             assert torch.equal(*outs)
-    finally:
-        checks.read_values = read_values
 
 
 def decoded(plan: Any, **options: Any) -> torch.Tensor:
@@ -431,12 +425,9 @@ def an_operation_that_fails(rank: int) -> str:
     """What ranks hear of an error of torch.distributed that no rank has caused."""
     plan = distributed.plan(64, causal=True, **HEADS)
     tensors = shards(plan, 64)
-    right = dist.all_to_all_single
-    dist.all_to_all_single = lambda received, *args, **options: received.view(-1, 7)  # no tensor has such a size
-    try:
+    # no tensor has such a size
+    with patch.object(dist, "all_to_all_single", lambda received, *args, **options: received.view(-1, 7)):
         return message_of(lambda: distributed.attention(*tensors, plan))
-    finally:
-        dist.all_to_all_single = right
 
 
 def plans_that_differ_in_a_call(rank: int) -> str:

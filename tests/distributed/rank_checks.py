@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import itertools
 import math
 import weakref
-from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -81,18 +80,14 @@ class GatheredCopies:
 
 def read_rows(rank: int, seeds: list[int]) -> None:
     """Random calls whose rows are read and not sent agree with one device."""
-    right, copies.of = copies.of, GatheredCopies  # type: ignore[assignment]
-    try:
+    with patch.object(copies, "of", GatheredCopies):
         whole_calls.check(rank, seeds, transport="copies")
-    finally:
-        copies.of = right
 
 
 def messages_beside_copies(rank: int) -> list[int]:
     """Operations of the process group in a forward: with rows that are sent, and with rows that are read."""
     counts = []
-    right_of, copies.of = copies.of, GatheredCopies  # type: ignore[assignment]
-    try:
+    with patch.object(copies, "of", GatheredCopies):
         for transport in ("messages", "copies"):
             plan = distributed.plan(64, engine="keys", chunks=2, causal=True, transport=transport, **HEADS)
             leaves = [plan.shard(t, 1) for t in qkv(64)]
@@ -100,8 +95,6 @@ def messages_beside_copies(rank: int) -> list[int]:
             with profile(activities=[ProfilerActivity.CPU]) as found:
                 distributed.attention(*leaves, plan)
             counts.append(sum("all_to_all" in event.name or "alltoall" in event.name for event in found.events()))
-    finally:
-        copies.of = right_of
     return counts
 
 
@@ -188,17 +181,11 @@ class Arrived:
         """Nothing is waited for."""
 
 
-@contextlib.contextmanager
-def nothing_travels() -> Iterator[None]:
-    """Send nothing, for checks of memory, which read no values: gloo's thread would release tensors at any time."""
-    right, dist.all_to_all_single = dist.all_to_all_single, lambda *args, **options: Arrived()
-    try:
-        yield
-    finally:
-        dist.all_to_all_single = right
+# Checks of memory read no values: gloo's thread would release tensors at any time.
+nothing_travels = patch.object(dist, "all_to_all_single", lambda *args, **options: Arrived())
 
 
-@nothing_travels()
+@nothing_travels
 def peaks(rank: int) -> tuple[float, float]:
     """The memory of a forward, and of both directions, beyond a rank's share, in chunks of the gathered k and v.
 
@@ -206,7 +193,6 @@ def peaks(rank: int) -> tuple[float, float]:
     two numbers a row. Local calls give arbitrary values, as if kernels took no other memory.
     """
     tokens, heads, head_dim = 4096, 16, 32
-    calls = local.LocalCalls.forward, local.LocalCalls.backward
 
     def forward(self: Any, q: Any, k: Any, v: Any) -> Any:
         return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -219,19 +205,16 @@ def peaks(rank: int) -> tuple[float, float]:
     plan = distributed.plan(tokens, causal=True, engine="keys", **sizes)
     shape = 1, plan.num_local_tokens, heads, head_dim
     leaves = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    local.LocalCalls.forward, local.LocalCalls.backward = forward, backward
-    try:
 
-        def both() -> None:
-            torch.autograd.grad(distributed.attention(*leaves, plan).sum(), leaves)
+    def both() -> None:
+        torch.autograd.grad(distributed.attention(*leaves, plan).sum(), leaves)
 
+    with patch.multiple(local.LocalCalls, forward=forward, backward=backward):
         both()
         with torch.no_grad():
             distributed.attention(*leaves, plan)
             alone = peak_bytes(lambda: distributed.attention(*leaves, plan))
         together = peak_bytes(both)
-    finally:
-        local.LocalCalls.forward, local.LocalCalls.backward = calls
     chunk = 2 * tokens * heads * head_dim * 2 / 16
     one, numbers = leaves[0].nbytes, 4 * plan.num_local_tokens * heads
     return (alone - one - numbers) / chunk, (together - 6 * one - 2 * numbers) / chunk
@@ -259,14 +242,11 @@ def hidden_gather(rank: int, direction: str, arguments: dict[str, Any]) -> tuple
         del whole
         return result
 
-    setattr(engine.Pipeline, direction, leaky)
-    try:
+    with patch.object(engine.Pipeline, direction, leaky):
         return message_of(lambda: received_bytes(rank, arguments)), peaks(rank)
-    finally:
-        setattr(engine.Pipeline, direction, right)
 
 
-@nothing_travels()
+@nothing_travels
 def largest_buffers(rank: int, chunks: int) -> tuple[int, int]:
     """Bytes of received messages that are alive at one time in a forward, and of all gathered keys and values."""
     plan = distributed.plan(512, causal=False, engine="keys", chunks=chunks, num_heads_q=16, num_heads_kv=16)
@@ -284,11 +264,8 @@ def largest_buffers(rank: int, chunks: int) -> tuple[int, int]:
         most[0] = max(most[0], sum(alive.values()))
         return pending
 
-    shipments.exchange = watching
-    try:
+    with patch.object(shipments, "exchange", watching):
         distributed.attention(*leaves, plan)
-    finally:
-        shipments.exchange = right
     return most[0], 2 * 512 * 16 * 16 * 4
 
 
@@ -327,19 +304,21 @@ def operations(rank: int, tokens: int) -> tuple[int, int, int]:
     """A rank's runs of tokens, and the operations of a forward and of a backward beside its own calls."""
     plan = distributed.plan(tokens, layout="cyclic", engine="keys", chunks=1, num_heads_q=2, num_heads_kv=2)
     leaves = [plan.shard(t, 1).requires_grad_() for t in qkv(tokens, 2, 2)]
-    right = local.LocalCalls.forward, local.LocalCalls.backward
-    local.LocalCalls.forward = lambda self, q, k, v: (torch.zeros_like(q), q.new_zeros(q.shape[:3]))
-    local.LocalCalls.backward = lambda self, *given: tuple(map(torch.zeros_like, given[:3]))
-    try:
+
+    def forward(self: Any, q: Any, k: Any, v: Any) -> Any:
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    def backward(self: Any, *given: Any) -> Any:
+        return tuple(map(torch.zeros_like, given[:3]))
+
+    with patch.multiple(local.LocalCalls, forward=forward, backward=backward):
         distributed.attention(*leaves, plan).sum().backward()  # this call makes what the plan keeps
-        with AllOperations() as forward:
+        with AllOperations() as there:
             out = distributed.attention(*leaves, plan)
         dout = torch.ones_like(out)
-        with AllOperations() as backward:
+        with AllOperations() as back:
             torch.autograd.backward(out, dout)
-    finally:
-        local.LocalCalls.forward, local.LocalCalls.backward = right
-    return len(plan.local_runs), forward.count, backward.count
+    return len(plan.local_runs), there.count, back.count
 
 
 def copied_keys(rank: int) -> list[bool]:
@@ -351,8 +330,7 @@ def copied_keys(rank: int) -> list[bool]:
         found.append(k.untyped_storage().data_ptr() != leaves[1].untyped_storage().data_ptr())
         return right(self, q, k, v)
 
-    local.LocalCalls.forward = watching
-    try:
+    with patch.object(local.LocalCalls, "forward", watching):
         for offsets in ([0, 32, 64], [0, 48, 64]):
             plan = distributed.plan(offsets, causal=True, engine="keys", chunks=1, **HEADS)
             leaves = [plan.shard(t[0], 0).requires_grad_() for t in qkv(64, 8, 4)]
@@ -362,8 +340,6 @@ def copied_keys(rank: int) -> list[bool]:
                 causal=True,
             )
             torch.testing.assert_close(plan.unshard(distributed.attention(*leaves, plan), 0), whole)
-    finally:
-        local.LocalCalls.forward = right
     return found
 
 
@@ -570,8 +546,7 @@ def kept_buffers(rank: int) -> None:
         gc.collect()
         return sum(buffer() is not None for buffer in buffers)
 
-    shipments.Shipment.rows = watching
-    try:
+    with patch.object(shipments.Shipment, "rows", watching):
         with torch.no_grad():
             out = distributed.attention(*leaves, plan)
         assert alive() == 0
@@ -581,8 +556,6 @@ def kept_buffers(rank: int) -> None:
         assert alive() == 32
         second = torch.autograd.grad(out.sum(), leaves)
         assert alive() == 0
-    finally:
-        shipments.Shipment.rows = right
     assert len(buffers) == 64  # the backward received none
     assert out.isfinite().all()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -594,19 +567,18 @@ def kept_buffers(rank: int) -> None:
 def connections(rank: int) -> list[list[str]]:
     """Collective operations of three plans for each of some groups, as if their backends of GPUs were on CPUs."""
     found = []
-    ones, get_backend_config, is_available = torch.ones, dist.get_backend_config, torch.cuda.is_available
-    torch.ones = lambda *args, device=None: ones(*args)
-    torch.cuda.is_available = lambda: True
-    try:
-        for config in ("cpu:gloo,cuda:nccl", "cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo"):
-            group = dist.new_group([0, 1])
-            dist.get_backend_config = lambda group=None, config=config: config
-            with Operations() as operations:
-                for tokens in (32, 48, 64):
-                    distributed.plan(tokens, group, **HEADS)
-            found.append(operations.names)
-    finally:
-        torch.ones, dist.get_backend_config, torch.cuda.is_available = ones, get_backend_config, is_available
+    ones = torch.ones
+    for config in ("cpu:gloo,cuda:nccl", "cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo"):
+        group = dist.new_group([0, 1])
+        with (
+            patch.object(torch, "ones", lambda *args, device=None: ones(*args)),
+            patch.object(torch.cuda, "is_available", lambda: True),
+            patch.object(dist, "get_backend_config", lambda group=None, config=config: config),
+            Operations() as operations,
+        ):
+            for tokens in (32, 48, 64):
+                distributed.plan(tokens, group, **HEADS)
+        found.append(operations.names)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from decode_calls import DecodeCall, random_decode_call
-from gpu_cases import DEVICE, NAN, size
+from gpu_cases import DEVICE, NAN, no_waiting, size
 from torch import Tensor
 
 INT32, E4M3 = torch.int32, torch.float8_e4m3fn
@@ -27,11 +27,8 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         The graph, and the tensors that each replay writes its result to.
     """
     run()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = run()

@@ -126,6 +126,19 @@ def poisoned_memory() -> Iterator[None]:
             torch.use_deterministic_algorithms(False)
 
 
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """On a GPU, raise where the host waits for the device."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if ON_GPU:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @dataclass(frozen=True)
 class Case:
     """A call without its data. Tuples of lengths are packed sequences; `used` is seqused_k."""

@@ -17,6 +17,7 @@ from gpu_cases import (
     cases,
     lengths_tensor,
     needs_hopper,
+    no_waiting,
     size,
 )
 from gradient_cases import Loss, check_gradients, expected_gradients, gradients, inputs_of, loss_of, with_inputs
@@ -384,12 +385,8 @@ def test_lengths_stay_on_the_device(case):
     if call.is_packed:
         hints = {"max_seqlen_q": lengths_tensor([300])[0], "max_seqlen_k": lengths_tensor([500])[0]}
     gradients(call, loss, backend=BACKEND, **hints)  # the first call loads the kernels
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         gradients(call, loss, backend=BACKEND, **hints)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---------------------------------------------------------------- random calls, and the definition of a gradient

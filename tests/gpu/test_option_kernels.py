@@ -4,11 +4,9 @@ Which backend runs them, `warmup`, torch.compile, torch's checks of operators, C
 their values are right, `test_modifiers.py` and the files of random calls say.
 """
 
-import contextlib
-
 import pytest
 import torch
-from gpu_cases import BACKEND, BF16, DEVICE, FP16, NAN, ON_GPU, needs_hopper, same_bits, size
+from gpu_cases import BACKEND, BF16, DEVICE, FP16, NAN, ON_GPU, needs_hopper, no_waiting, same_bits, size
 from option_calls import (
     BATCH,
     CALLS,
@@ -156,19 +154,6 @@ def test_opcheck_over_a_cache(option, has_new_keys):
     ((operator, given),) = operators.calls
     assert "modified" in str(operator)
     torch.library.opcheck(operator, given)
-
-
-@contextlib.contextmanager
-def no_waiting():
-    """On a GPU, raise where the host waits for the device."""
-    if not ON_GPU:
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @calls()
