@@ -67,7 +67,8 @@ def test_pairs_of_thread_blocks(mask):
 def test_three_stages(mask, threshold):
     for num_warpgroups in (1, 2, 3):
         config = replace(CONFIG, score_buffers=2, num_warpgroups=num_warpgroups, rescale_threshold=threshold)
-        run(config, mask=mask, has_seqused_k=num_warpgroups == 2)
+        for seqlen_k in (330, 60):
+            run(config, mask=mask, seqlens=(200, seqlen_k), has_seqused_k=num_warpgroups == 2)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 2.0])

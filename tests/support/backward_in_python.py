@@ -169,6 +169,7 @@ def issue_sum(machine, mma, acc, pairs, accumulate, steps=None, before_last=None
 
 def clear_rows(buffer, end, thread, threads):
     assert isinstance(buffer.content, tuple), "cleared before it has arrived"
+    assert not buffer.garbage or end == buffer.end, "cleared from another row on"
     buffer.garbage.discard(thread // 32)
 
 
@@ -326,11 +327,11 @@ class Launch(hopper_in_python.Launch):
     def local_tile(self, t, shape, coordinates):
         if isinstance(t, Tensor):
             num_bytes = shape[0] * shape[1] * 2
-            return Rows(t.name, num_bytes, self.has_garbage)
+            return Rows(t.name, num_bytes, self.end_of)
         return Part(t, coordinates)
 
-    def has_garbage(self, content):
-        """Whether a sequence ends within these rows, and memory goes on."""
+    def end_of(self, content):
+        """The row of a block at which its sequence ends, and memory goes on."""
         name, _, origin, number = content[:4]
         entry = origin
         if self.problem.is_packed:
@@ -339,13 +340,14 @@ class Launch(hopper_in_python.Launch):
         queries, keys = self.lengths[entry]
         if name in "kv":
             end = keys if self.used is None else min(keys, self.used[entry])
-            return self.kernel.has_garbage and (number + 1) * ROWS_PER_WARPGROUP > end
-        return self.problem.is_packed and (number + 1) * self.config.tile_m > queries
+            rows, is_there = ROWS_PER_WARPGROUP, self.kernel.has_garbage
+        else:
+            end, rows, is_there = queries, self.config.tile_m, self.problem.is_packed
+        return end - number * rows if is_there and (number + 1) * rows > end else None
 
     def are_prepared(self, content):
-        """No garbage in the statistics of a block of rows, which have been prepared."""
+        """The statistics of a block of rows have been prepared, and have no garbage."""
         assert self.machine.prepared[content[1]] == self.config.tile_m or not self.kernel.has_background_rows
-        return False
 
     # ---------------------------------------------------------------- the arguments of the kernel
 

@@ -163,12 +163,12 @@ class Buffer:
 
     def __init__(self, tensor=None, index=()):
         self.tensor, self.index = tensor, index
-        self.parts, self.readers, self.garbage = {}, 0, set()
+        self.parts, self.readers, self.garbage, self.end = {}, 0, set(), None
 
-    def write(self, part, content, has_garbage=False):
+    def write(self, part, content, end=None):
         assert not self.readers, f"{self.parts} is overwritten while it is read"
-        self.parts[part] = content
-        self.garbage = set(range(WARPS)) if has_garbage else set()
+        self.parts[part], self.end = content, end
+        self.garbage = set() if end is None else set(range(WARPS))
 
     @property
     def content(self):
@@ -270,14 +270,17 @@ class Columns:
 
 
 class Rows:
-    """Something that a copy reads: a name, and where."""
+    """Something that a copy reads: a name, and where.
 
-    def __init__(self, name, num_bytes, has_garbage=lambda content: False, place=()):
-        self.name, self.num_bytes, self.is_garbage, self.place = name, num_bytes, has_garbage, place
+    Args: end_of: the row of a block from which on there is garbage; None: there is none.
+    """
+
+    def __init__(self, name, num_bytes, end_of=lambda content: None, place=()):
+        self.name, self.num_bytes, self.end_of, self.place = name, num_bytes, end_of, place
 
     def __getitem__(self, index):
         place = *self.place, *(i for i in index if i is not None)
-        return type(self)(self.name, self.num_bytes, self.is_garbage, place)
+        return type(self)(self.name, self.num_bytes, self.end_of, place)
 
     @property
     def content(self):
@@ -285,8 +288,8 @@ class Rows:
         return (self.name, *self.place[-3:], *self.place[:-3])
 
     @property
-    def has_garbage(self):
-        return self.is_garbage(self.content)
+    def end(self):
+        return self.end_of(self.content)
 
 
 class Tensor:
@@ -311,7 +314,7 @@ class Target:
 
 
 def tma_partition(atom, rank, ranks, s, g):
-    return Target(s, rank), type(g)(g.name, g.num_bytes // ranks, g.is_garbage, g.place)
+    return Target(s, rank), type(g)(g.name, g.num_bytes // ranks, g.end_of, g.place)
 
 
 # ---------------------------------------------------------------- threads
@@ -601,7 +604,7 @@ class Machine:
         self.pause()
 
     def land(self, buffer, part, source, barrier):
-        buffer.write(part, source.content, source.has_garbage)
+        buffer.write(part, source.content, source.end)
         barrier.value.complete(source.num_bytes)
 
     def begin_gemms(self, acc, operands):
