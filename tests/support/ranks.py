@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -58,6 +59,7 @@ def _rank(rank: int, num_ranks: int, store: str, results: Any, device: str, func
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what the process begins with is no garbage
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     try:
