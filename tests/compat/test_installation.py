@@ -7,15 +7,11 @@ import importlib
 import subprocess
 import sys
 
+import fresh_process
 import pytest
 from fresh_process import check
 
 from onepass.compat import __main__ as compat_main
-
-
-def run_command(*arguments, **options):
-    command = [sys.executable, "-m", "onepass.compat", "run", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
 def test_modules_and_their_functions():
@@ -291,9 +287,9 @@ def test_run(tmp_path):
         "if __name__ == '__main__':\n"
         "    print(sys.argv[1:], beside.value, flash_attn_func.__module__)\n"
     )
-    done = run_command(str(script), "--flag", "x")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["['--flag',", "'x']", "3", "onepass.compat.flash_attn.functions"]
+    status, output = fresh_process.run(module="onepass.compat", arguments=("run", str(script), "--flag", "x"))
+    assert status == 0, output
+    assert output.split() == ["['--flag',", "'x']", "3", "onepass.compat.flash_attn.functions"]
 
 
 @pytest.mark.slow
@@ -303,7 +299,8 @@ def test_run_a_module(tmp_path):
         "from flash_attn import flash_attn_func\n"
         "print(__name__, sys.argv[1:], flash_attn_func.__module__)\n"
     )
-    done = run_command("-m", "program", "-x", cwd=tmp_path)
+    command = [sys.executable, "-m", "onepass.compat", "run", "-m", "program", "-x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["__main__", "['-x']", "onepass.compat.flash_attn.functions"]
 

@@ -7,10 +7,10 @@ import importlib
 import json
 import math
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 
+import fresh_process
 import pytest
 import torch
 
@@ -263,15 +263,14 @@ def test_help(suite, capsys):
 
 
 def test_importing_suites_imports_no_kernel_compiler():
-    code = """
-import importlib, pkgutil, sys
-from benchmarks import suites
-for module in pkgutil.iter_modules(suites.__path__):
-    importlib.import_module(f"{suites.__name__}.{module.name}")
-assert not {"cutlass", "tvm_ffi", "triton"} & set(sys.modules)
-"""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    fresh_process.check(f"""
+        import importlib, pkgutil, sys
+        sys.path[:0] = {[path or os.getcwd() for path in sys.path]}
+        from benchmarks import suites
+        for module in pkgutil.iter_modules(suites.__path__):
+            importlib.import_module(f"{{suites.__name__}}.{{module.name}}")
+        assert not {{"cutlass", "tvm_ffi", "triton"}} & set(sys.modules)
+    """)
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 import importlib
 import logging
-import os
-import subprocess
-import sys
 
+import fresh_process
 import pytest
 import torch
 
@@ -26,9 +24,9 @@ onepass.attention_decode(q.detach()[:, :1], k, k, cache_seqlens=lengths, window=
 
 
 def run(value):
-    environment = {**os.environ, "ONEPASS_LOG": value}
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True, env=environment)
-    return [line for line in done.stderr.splitlines() if line.startswith("onepass:")]
+    status, output = fresh_process.run(f"import os; os.environ['ONEPASS_LOG'] = {value!r}\n{CODE}")
+    assert status == 0, output
+    return [line for line in output.splitlines() if line.startswith("onepass:")]
 
 
 def test_a_line_for_each_problem():

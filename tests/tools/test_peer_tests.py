@@ -1,10 +1,9 @@
 """The plugin that runs peers' tests: its sample is a Latin hypercube, and its outcomes are counted."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 from onepass import compat
@@ -53,21 +52,16 @@ def run(folder, *options):
         *options,
         f"--peer-json={folder / 'out.json'}",
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "peer_tests",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        *options,
-        "test_peer.py",
-    ]
-    environment = {"PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "PATH": "", "ONEPASS_CACHE_DIR": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
+    command = ["-p", "peer_tests", "-p", "no:cacheprovider", "-q", *options, "test_peer.py"]
+    status, output = fresh_process.run(f"""
+        import os, sys
+        os.chdir({str(folder)!r})
+        os.environ |= {{"PATH": "", "ONEPASS_CACHE_DIR": {str(folder)!r}}}
+        sys.path[:0] = [{str(HERE)!r}, {str(HERE.parents[1])!r}]
+        import pytest
+        sys.exit(pytest.main({command!r}))
+    """)
+    assert status in (0, 1), output
     return json.loads((folder / "out.json").read_text())
 
 
