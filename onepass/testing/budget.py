@@ -97,8 +97,12 @@ class Comparison(NamedTuple):
 def _worst(error: Tensor) -> tuple[float, tuple[int, ...]]:
     if error.numel() == 0:
         return 0.0, ()
-    flat = int(error.argmax())
-    return float(error.flatten()[flat]), tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
+    flat, where = int(error.argmax()), []
+    worst = float(error.flatten()[flat])
+    for size in reversed(error.shape):
+        flat, i = divmod(flat, size)
+        where.append(i)
+    return worst, tuple(reversed(where))
 
 
 def compare(
