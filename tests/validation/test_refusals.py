@@ -4,8 +4,9 @@ A refusal is a TypeError, a ValueError, a BeyondPagesError or an UnsupportedErro
 message names the parameter and says what was expected and what was given.
 """
 
+import functools
 import inspect
-import traceback
+import os
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from onepass.errors import BeyondPagesError
 
 INT32 = torch.int32
 E4M3 = torch.float8_e4m3fn
-PACKAGE = Path(onepass.__file__).parent
+PACKAGE = f"{Path(onepass.__file__).parent}{os.sep}"
 
 
 def nested(layout):
@@ -337,22 +338,35 @@ def values_of(name, is_of_shapes):
             yield f"{what} inside ({i})", wrap(make())
 
 
+def file_of(error):
+    """The file of the line that raised an error."""
+    step = error.__traceback__
+    while step.tb_next is not None:
+        step = step.tb_next
+    return step.tb_frame.f_code.co_filename
+
+
+@functools.cache
+def parameters(function):
+    return inspect.signature(function).parameters
+
+
 def complaint(function, arguments, name):
     """What is wrong with the refusal of a call; None if the call ran, or the refusal is a good one."""
     try:
         function(**arguments)
     except Exception as error:
         words = str(error)
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        raised_in = file_of(error)
         if type(error) not in (TypeError, ValueError, BeyondPagesError, onepass.UnsupportedError):
             return f"{type(error).__name__}: {words}"
-        if not raised_in.is_relative_to(PACKAGE):
+        if not raised_in.startswith(PACKAGE):
             return f"raised in {raised_in}: {words}"
         named = name.removesuffix("s") if name == "calls" else name
         # a valid value is compared with other arguments, and the message may name either of them
         is_plausible = isinstance(arguments[name], (torch.Tensor, int, np.integer, type(None)))
         looked_at = onepass.QuantizedQKV if function is dequantized else function
-        names = inspect.signature(looked_at).parameters if is_plausible else ()
+        names = parameters(looked_at) if is_plausible else ()
         says_which = named in words or any(words.startswith(f"{other}:") for other in names)
         if not (says_which and "expected" in words and "got" in words):
             return f"says only {words!r}"
