@@ -30,7 +30,7 @@ GPU_EXPONENTIAL = 4
 
 
 def rounding_terms(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, oracle: reference.Reference, **options
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor | None, oracle: reference.Reference, **options
 ) -> dict[str, Tensor]:
     """Sums of absolute terms in out and all gradients of one dense call, for each element or row of elements.
 
@@ -42,7 +42,8 @@ def rounding_terms(
     "dv of steps" and so on are what float16 loses of small probabilities and of ds before a matrix product: below its
     normal numbers its numbers are equally far apart.
 
-    Args: those of `reference.attention`, the gradients of out and lse, and the oracle's result for the call.
+    Args: those of `reference.attention`, the gradients of out and lse, and the oracle's result for the call. Without
+        these gradients the terms are those in out alone.
 
     Returns: float64 tensors that broadcast to out, dq, dk, dv, and dsinks, dalibi_slopes and dbias if they exist.
     """
@@ -51,8 +52,8 @@ def rounding_terms(
     scale = abs(options.get("softmax_scale") or head_dim**-0.5)
     softcap, sinks = options.get("softcap"), options.get("sinks")
     step = torch.finfo(q.dtype).smallest_normal * torch.finfo(q.dtype).eps
-    q, k, v, dout, out = (x.detach().double().transpose(1, 2) for x in (q, k, v, dout, oracle.out))
-    dlse, lse = dlse.detach().double()[..., None], oracle.lse.detach().double()[..., None]
+    q, k, v, out = (x.detach().double().transpose(1, 2) for x in (q, k, v, oracle.out))
+    lse = oracle.lse.detach().double()[..., None]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     mask = Mask.from_options(options.get("causal", False), options.get("window"))
     terms_of = {n: options[n].detach().double().requires_grad_() for n in TERMS if options.get(n) is not None}
@@ -71,6 +72,13 @@ def rounding_terms(
     # relative error of p: the absolute error of the exponent s - lse, and that of exponential and logarithm
     p_terms = p * ((GPU_EXPONENTIAL if q.is_cuda else 1) + s_terms + lse.abs())
     kept = 1.0 if pairs.kept is None else pairs.kept
+    # what the rounding of probabilities to a step loses
+    lost = p.clamp(max=step)
+    terms = {"out": (p_terms * kept) @ v.abs(), "out of steps": (lost * kept) @ v.abs()}
+    if dout is None or dlse is None:
+        return {name: x.transpose(1, 2) for name, x in terms.items()}
+
+    dout, dlse = dout.detach().double().transpose(1, 2), dlse.detach().double()[..., None]
     dp, delta = dout @ v.mT * kept, (dout * out).sum(-1, keepdim=True) - dlse
     dp_terms, delta_terms = dout.abs() @ v.abs().mT * kept, (dout * out).abs().sum(-1, keepdim=True) + dlse.abs()
     ds_terms = p * (dp_terms + delta_terms) + p_terms * (dp - delta).abs()
@@ -83,17 +91,14 @@ def rounding_terms(
     delta_of_out = torch.where(is_empty, 0.0, (dout * out).square().sum(-1, keepdim=True).sqrt())
     ds_of_out = p * delta_of_out
 
-    # the rounding to a step, of ds as well as of the probabilities that they are made of
-    lost, lost_ds = p.clamp(max=step), (p * (dp - delta)).abs().clamp(max=step)
+    lost_ds = (p * (dp - delta)).abs().clamp(max=step)  # ds are rounded to a step, too
 
-    terms = {
-        "out": (p_terms * kept) @ v.abs(),
+    terms |= {
         "dq": scale * ds_terms @ k.abs(),
         "dk": scale * over_group(ds_terms.mT @ q.abs()),
         "dv": over_group((p_terms * kept).mT @ dout.abs()),
         "dq of out": 2 * scale * (ds_of_out @ k).abs(),  # one error for the whole row
         "dk of out": 2 * scale * over_group(ds_of_out.square().mT @ q.square()).sqrt(),
-        "out of steps": (lost * kept) @ v.abs(),
         "dq of steps": scale * lost_ds @ k.abs(),
         "dk of steps": scale * over_group(lost_ds.mT @ q.abs()),
         "dv of steps": over_group((lost * kept).mT @ dout.abs()),
@@ -128,7 +133,6 @@ def floor_of_out(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, oracle: re
         q, k, v, options: the arguments of `reference.attention`.
         oracle: its result for them.
     """
-    dout, dlse = torch.zeros_like(oracle.out), torch.zeros_like(oracle.lse)
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    terms = rounding_terms(q.to(dtype), k, v, dout, dlse, oracle, **options)
+    terms = rounding_terms(q.to(dtype), k, v, None, None, oracle, **options)
     return eps * terms["out"] + terms["out of steps"]
