@@ -28,11 +28,13 @@ def random_offsets(rng: random.Random) -> tuple[int, ...]:
     return tuple(offsets) if offsets[-1] else (0, 1)
 
 
-def sees(query: int, key: int, offsets: tuple[int, ...], mask: Mask) -> bool:
-    """Whether a query sees a key, by the definition."""
-    left, right = mask.window_left, mask.window_right
-    is_one_document = not any(min(query, key) < cut <= max(query, key) for cut in offsets)
-    return is_one_document and (left is None or key >= query - left) and (right is None or key <= query + right)
+def seen_keys(offsets: tuple[int, ...], mask: Mask) -> torch.Tensor:
+    """(queries, keys): whether a query sees a key, by the definition."""
+    left, right, tokens = mask.window_left, mask.window_right, torch.arange(offsets[-1])
+    document = torch.bucketize(tokens, torch.tensor(offsets), right=True)
+    found, back = document[:, None] == document, tokens[:, None] - tokens
+    found &= back <= left if left is not None else True
+    return found & (-back <= right if right is not None else True)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -87,7 +89,7 @@ def test_visible_keys_and_pairs(mask):
         offsets = random_offsets(rng)
         start = rng.randrange(offsets[-1])
         run = Run(start, rng.randint(start + 1, offsets[-1]))
-        pairs = [(q, k) for q in range(*run) for k in range(offsets[-1]) if sees(q, k, offsets, mask)]
+        pairs = [(q, k) for q, k in seen_keys(offsets, mask).nonzero().tolist() if q in range(*run)]
         if min(mask.window_left or 0, mask.window_right or 0) >= 0:
             assert visible_pairs(run, offsets, mask) == len(pairs)
         for first, end in pairwise(offsets):
@@ -175,6 +177,7 @@ def test_pieces_fill_buffers(name):
         steps = make_steps(num_ranks, 12, 12, rng.choice([w for w in (1, 2, num_ranks) if num_ranks % w == 0]), 2)
         schedule = Schedule(layout, offsets, mask, 12, 12, steps, from_start=rng.random() < 0.3)
         tokens = [[t for run in runs for t in range(*run)] for runs in layout.runs]
+        seen = seen_keys(offsets, mask)
         for rank in range(num_ranks):
             segments = schedule.segments(steps[0], rank)
             size = sum(segment.keys.size for segment in segments)
@@ -189,9 +192,9 @@ def test_pieces_fill_buffers(name):
             for segment in segments:
                 assert buffer[segment.key_row : segment.key_row + segment.keys.size] == list(range(*segment.keys))
                 for run in segment.runs:
-                    for query in range(*run):
-                        seen = {k for k in range(offsets[-1]) if sees(query, k, offsets, mask)}
-                        assert seen <= set(range(*segment.keys))
+                    outside = torch.ones(offsets[-1], dtype=torch.bool)
+                    outside[slice(*segment.keys)] = False
+                    assert not (seen[slice(*run)] & outside).any()
 
 
 def test_a_window_brings_keys_of_neighbors_alone():
@@ -254,8 +257,8 @@ def test_most_queries():
         bounds = sorted(rng.choices(range(total + 1), k=2 * rng.randint(1, 4)))
         runs = [Run(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if start < stop]
         queries = [query for run in runs for query in range(*run)]
-        counts = [sum(sees(query, key, offsets, mask) for query in queries) for key in range(total)]
-        assert most_queries(runs, offsets, mask) == max(counts), (runs, offsets, mask)
+        most = int(seen_keys(offsets, mask)[queries].sum(0).max())
+        assert most_queries(runs, offsets, mask) == most, (runs, offsets, mask)
 
 
 def test_a_backward_with_few_kv_heads_takes_the_time_of_its_longest_tile():

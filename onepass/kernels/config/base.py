@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from ast import literal_eval
@@ -64,6 +65,12 @@ class _TakesRemovedFields(type):
         return {name: value for name, value in values.items() if name not in cls.removed}
 
 
+@functools.cache
+def _types_of_fields(kind: type) -> tuple:
+    """The name, the type and the names of the possible types of each field."""
+    return tuple((f.name, f.type, str(f.type).replace("None", "NoneType").split(" | ")) for f in fields(kind))
+
+
 @dataclass(frozen=True)
 class LaunchConfig(metaclass=_TakesRemovedFields):
     """The base of all configurations: fields of built-in types, and a text that holds them.
@@ -77,14 +84,16 @@ class LaunchConfig(metaclass=_TakesRemovedFields):
     removed: ClassVar[dict[str, object]] = {}
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "float" and type(value) is int:
+        words = []
+        for name, expected, names_of_types in _types_of_fields(type(self)):
+            value = getattr(self, name)
+            if expected == "float" and type(value) is int:
                 value = float(value)
-                object.__setattr__(self, field.name, value)
-            if type(value).__name__ not in str(field.type).replace("None", "NoneType").split(" | "):
-                raise TypeError(f"{field.name}: expected {field.type}, got {value!r}")
-        object.__setattr__(self, "text", " ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)))
+                object.__setattr__(self, name, value)
+            if type(value).__name__ not in names_of_types:
+                raise TypeError(f"{name}: expected {expected}, got {value!r}")
+            words.append(f"{name}={value!r}")
+        object.__setattr__(self, "text", " ".join(words))
 
     @classmethod
     def from_text(cls: type[Config], text: str) -> Config:
