@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import contextlib
+import gc
 import inspect
 
 import pytest
@@ -96,6 +97,7 @@ def generate_batch(model):
     generation = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=8)
     prompts = [tokens(1, 11)[0].tolist(), tokens(1, 5)[0].tolist(), tokens(1, 20)[0].tolist()]
+    gc.freeze()  # after each batch transformers searches all other objects for garbage
     with torch.no_grad():
         outputs = model.generate_batch(
             inputs=prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=False
