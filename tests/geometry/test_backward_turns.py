@@ -152,27 +152,25 @@ def test_rings_that_do_not_fit_wait_forever():
 # ---------------------------------------------------------------- cost
 
 
-def cost(seqlen, left, right, group, head_dim=128, num_ctas=132):
-    """Steps (as the kernel is launched by default) without and with turns; 16384 tokens of hidden size 2048."""
+def cost(seqlen, left, right, group, head_dim=128, num_ctas=132, in_turns=False):
+    """Steps, as the kernel is launched by default; 16384 tokens of hidden size 2048."""
     heads_q = 2048 // head_dim
     heads, batch = heads_q // group, max(1, 16384 // seqlen)
     asked = problem(head_dim, head_dim, seqlen, mask=Mask(left, right), num_heads_kv=heads)
     asked = replace(asked, batch=batch, num_heads_q=heads_q)
     tile_m = heuristics.backward_config_sm90(asked).tile_m
-    steps = []
-    for one in (asked, replace(asked, deterministic=True)):
-        config = heuristics.backward_config_sm90(one)
-        case = Case(seqlen, seqlen, left, right, tile_m, 128, group, config.adds_descending(one))
-        section = heads_per_section(one, config, num_ctas)
-        is_ring = config.adds_in_rings(one)
-        if is_ring:
-            tiles = tiles_in_rings(case, heads, batch, section, tiles_in_ring(one, config, num_ctas), config.ring_lag)
-        elif config.has_ascending_end(one):
-            tiles = tiles_with_ascending_end(case, heads, batch, section)
-        else:
-            tiles = padded_tiles(case, heads, batch, section, in_turns=one.deterministic)
-        steps.append(run(tiles, num_ctas, config.dynamic_tiles, one.deterministic, forwards=is_ring))
-    return tuple(steps)
+    asked = replace(asked, deterministic=in_turns)
+    config = heuristics.backward_config_sm90(asked)
+    case = Case(seqlen, seqlen, left, right, tile_m, 128, group, config.adds_descending(asked))
+    section = heads_per_section(asked, config, num_ctas)
+    is_ring = config.adds_in_rings(asked)
+    if is_ring:
+        tiles = tiles_in_rings(case, heads, batch, section, tiles_in_ring(asked, config, num_ctas), config.ring_lag)
+    elif config.has_ascending_end(asked):
+        tiles = tiles_with_ascending_end(case, heads, batch, section)
+    else:
+        tiles = padded_tiles(case, heads, batch, section, in_turns=in_turns)
+    return run(tiles, num_ctas, config.dynamic_tiles, in_turns, forwards=is_ring)
 
 
 @pytest.mark.sampled(quick=3, slow=6)
@@ -186,7 +184,7 @@ def cost(seqlen, left, right, group, head_dim=128, num_ctas=132):
     ],
 )
 def test_turns_cost_little(left, right, group, head_dim, most):
-    free, in_turns = cost(2048, left, right, group, head_dim)
+    free, in_turns = (cost(2048, left, right, group, head_dim, in_turns=turns) for turns in (False, True))
     assert in_turns < most * free, (free, in_turns)
 
 
@@ -195,7 +193,7 @@ def test_turns_cost_little(left, right, group, head_dim, most):
 @pytest.mark.parametrize("seqlen", [2048, 8192])
 def test_groups_of_heads_are_balanced(seqlen, group):
     """Groups take about the steps of equally many heads without groups."""
-    (alone, _), (grouped, _) = cost(seqlen, None, 0, 1), cost(seqlen, None, 0, group)
+    alone, grouped = cost(seqlen, None, 0, 1), cost(seqlen, None, 0, group)
     assert grouped < 1.05 * alone, (alone, grouped)
 
 
@@ -249,6 +247,6 @@ if __name__ == "__main__":
     for head_dim, seqlen, (left, right), group in itertools.product(
         (64, 128), (2048, 4096, 8192, 16384), ((None, 0), (None, None), (1024, 0)), (1, 4)
     ):
-        free, in_turns = cost(seqlen, left, right, group, head_dim)
+        free, in_turns = (cost(seqlen, left, right, group, head_dim, in_turns=turns) for turns in (False, True))
         what = f"{head_dim:3} {seqlen:6} window {left}, {right}, group {group}"
         print(f"{what}: {free:.0f} -> {in_turns:.0f} ({in_turns / free:.3f})")
