@@ -38,6 +38,10 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_collection_finish():
+    gc.freeze()  # what has been imported lives on, too
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config, items):
     """Mark the cases of sampled tests (sampling.py), and leave out GPU tests as --gpu-cases says."""
