@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import itertools
 import math
-import struct
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -13,8 +12,9 @@ import numpy as np
 import ptx_interpreter
 import pytest
 import query_bounds_kernel
+import sm80_decode
 import torch
-from test_forward_sm80_values import FLOAT32, PACKED, Arguments, call_of, fast_divisor, problem_of, shifted
+from test_forward_sm80_values import FLOAT32, PACKED, Arguments, call_of, problem_of, shifted
 
 import onepass
 from onepass.geometry import tile_scheduler
@@ -54,9 +54,9 @@ class Request:
 class Parameters(Arguments):
     """Memory with the tensors of a launch, and the parameters of a kernel that these are passed to."""
 
-    def __init__(self, is_packed: bool):
-        self.memory = ptx_interpreter.Memory(1 << 24, ptx_interpreter.GLOBAL_BASE)
-        self.is_packed, self.values, self.tensors = is_packed, [], []
+    def __init__(self):
+        sm80_decode.Parameters.__init__(self, 1 << 24)
+        self.tensors = []
 
     def put(self, t: torch.Tensor) -> int:
         address = super().put(t)
@@ -73,7 +73,7 @@ class Parameters(Arguments):
         """A tensor (blocks, columns)."""
         for t in tensors:
             if t is not None:
-                self.values.append(struct.pack("<Qiiq", self.put(t), len(t), 0, t.stride(0)))
+                sm80_decode.Parameters.tensor(self, t, (0, 1))
 
     def vectors(self, *tensors: torch.Tensor | None):
         """Tensors (count,)."""
@@ -81,15 +81,11 @@ class Parameters(Arguments):
             if t is not None:
                 self.vector(t)
 
-    def numbers(self, *numbers):
-        self.values += [struct.pack("<f" if isinstance(n, float) else "<i", n) for n in numbers if n is not None]
-
     def copy_back(self, *written: torch.Tensor | None):
         for t, address in self.tensors:
             if any(t is other for other in written):
                 # all of the memory between its first and its last element: a gradient may be broadcast
-                last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1
-                flat = t.as_strided((last,), (1,))
+                flat = sm80_decode.flat(t)
                 flat.copy_(self.result(address, flat))
 
 
@@ -121,7 +117,7 @@ class Kernels:
     def preprocess(self, out, dout, lse, dlse, stats, dq_accum, cu_seqlens_q, blocks_per_head):
         from onepass.kernels.device.memory_bound.backward_rows import THREADS  # not at the top: it needs the compiler
 
-        p = Parameters(self.problem.is_packed)
+        p = Parameters()
         p.rows(out, dout)
         p.rows(lse, dlse, is_lse=True)
         p.blocks(stats, dq_accum)
@@ -132,7 +128,7 @@ class Kernels:
         *lengths, softmax_scale, scale_log2, tanh_scale, left, right, modifiers = others[:-3]
         blocks_per_head, section, num_tiles = others[-3:]
         problem, config = self.problem, self.config
-        p = Parameters(problem.is_packed)
+        p = Parameters()
         p.rows(q, k, v, dout, dk, dv)
         p.blocks(dq_accum, stats)
         p.vectors(turns)
@@ -142,13 +138,12 @@ class Kernels:
         p.modifiers(modifiers)
         heads = problem.num_heads_kv
         if problem.is_packed:
-            p.values += fast_divisor(heads)
+            p.divisors(heads)
         else:
             num_n_blocks, heads_in_all = ceil_div(problem.seqlen_k, config.tile_n), heads * problem.batch
             p.numbers(num_tiles, num_n_blocks, problem.batch)
             in_last = tile_scheduler.heads_in_last_section(heads_in_all, section)
-            for n in (num_n_blocks * section, section, in_last, heads):
-                p.values += fast_divisor(n)
+            p.divisors(num_n_blocks * section, section, in_last, heads)
         schedule = self.schedule | {"one_by_one": turns is not None}
         # with modifiers, gradients of terms come after bounds
         written = (dk, dv, dq_accum, turns, *(t for t in modifiers or () if isinstance(t, torch.Tensor)))
@@ -156,7 +151,7 @@ class Kernels:
 
     def postprocess(self, dq_accum, dq, cu_seqlens_q, softmax_scale, blocks_per_head, *again):
         q, k, v, dout, stats, cu_seqlens_k, seqused_k, scale_log2, tanh_scale, left, right, modifiers = again
-        p = Parameters(self.problem.is_packed)
+        p = Parameters()
         p.blocks(dq_accum)
         p.rows(dq)
         p.vectors(cu_seqlens_q, cu_seqlens_k, seqused_k)
@@ -171,10 +166,10 @@ class Kernels:
     def sink_gradients(self, stats, sinks, dsinks, blocks_per_head):
         from onepass.kernels.device.memory_bound.sink_gradients import THREADS
 
-        p = Parameters(self.problem.is_packed)
+        p = Parameters()
         p.blocks(stats)
         p.vectors(sinks, dsinks)
-        p.values += fast_divisor(blocks_per_head)
+        p.divisors(blocks_per_head)
         p.numbers(blocks_per_head)
         self.run("sinks", p, (dsinks,), (len(sinks), 1, 1), THREADS, 4 * THREADS // 32)
 

@@ -3,7 +3,6 @@
 import importlib.util
 import itertools
 import math
-import struct
 from dataclasses import replace
 
 import machine_code
@@ -13,6 +12,7 @@ import pytest
 import sm80_forward
 import torch
 from random_calls import random_call
+from sm80_decode import Parameters
 
 from onepass.geometry import tile_scheduler
 from onepass.geometry.integers import ceil_div
@@ -47,20 +47,11 @@ def problem_of(call: Call) -> tuple[AttentionProblem, AttentionInputs]:
     return problem, inputs
 
 
-def fast_divisor(n: int) -> list[bytes]:
-    """FastDivmodDivisorV2 in the form a kernel gets: divisor, multiplier, two shifts; and the divisor once more."""
-    log = (n - 1).bit_length()
-    multiplier = ((2**log - n) * 2**32 // n + 1) % 2**32
-    return [struct.pack("<IIBBxx", n, multiplier, min(log, 1), max(log - 1, 0)), struct.pack("<i", n)]
-
-
-class Arguments:
+class Arguments(Parameters):
     """The parameters of a kernel, in the order of `ForwardSm80.kernel`."""
 
     def __init__(self, problem: AttentionProblem, inputs: AttentionInputs, config: ForwardConfigSm80):
-        self.memory = ptx_interpreter.Memory(1 << 23, ptx_interpreter.GLOBAL_BASE)
-        self.is_packed = problem.is_packed
-        self.values: list[bytes] = []
+        super().__init__(1 << 23)
         for t in inputs[:3]:
             self.tensor(launch.with_rows(t))
         out, lse = launch.empty_outputs(problem, inputs)
@@ -70,61 +61,25 @@ class Arguments:
         for lengths in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k):
             if lengths is not None:
                 self.vector(lengths)
-        scales = [struct.pack("<f", x) for x in score_scales(problem) if x is not None]
-        self.values += scales + [struct.pack("<i", x) for x in window_bounds(problem) if x is not None]
+        self.numbers(*score_scales(problem), *window_bounds(problem))
         self.modifiers(modifiers.arguments_of(problem, inputs.modifiers))
         section, self.num_tiles = launch.grid(problem, config).values()
         heads = problem.num_heads_q // config.group(problem)
         if problem.is_packed:
-            self.values += fast_divisor(heads)
+            self.divisors(heads)
             return
         num_m_blocks, heads_in_all = ceil_div(problem.seqlen_q, config.positions(problem)), heads * problem.batch
-        self.values += [struct.pack("<i", n) for n in (self.num_tiles, num_m_blocks, problem.batch)]
+        self.numbers(self.num_tiles, num_m_blocks, problem.batch)
         in_last = tile_scheduler.heads_in_last_section(heads_in_all, section)
-        for n in (num_m_blocks * section, section, in_last, heads):
-            self.values += fast_divisor(n)
-
-    def put(self, t: torch.Tensor) -> int:
-        """Address of the memory that t is a view of: all strides stay as they are, and so do misaligned addresses."""
-        last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1
-        flat = t.as_strided((last,), (1,)).view(torch.uint8)
-        offset = t.data_ptr() % 16
-        return self.memory.put(torch.cat([torch.zeros(offset, dtype=torch.uint8), flat]).numpy()) + offset
+        self.divisors(num_m_blocks * section, section, in_last, heads)
 
     def tensor(self, t: torch.Tensor, is_lse: bool = False) -> int:
         """A tensor (seqlen, dim, heads, batch), without the sizes that are known when the kernel is compiled."""
-        address, sizes, strides = self.put(t), list(t.shape), list(t.stride())
-        if is_lse:
-            sizes[-2:], strides[-2:] = sizes[:-3:-1], strides[:-3:-1]
-            sizes.append(1)
-            strides.append(0)
-        *batch, seqlen, heads, _ = sizes
-        *batch_stride, row, head, _ = strides
-        numbers = [seqlen, heads, *batch]
-        dynamic_strides = [head, *batch_stride] if is_lse else [row, head, *batch_stride]
-        padding = "I" if len(numbers) % 2 else ""
-        form = f"<Q{len(numbers)}i{padding}{len(dynamic_strides)}q"
-        self.values.append(struct.pack(form, address, *numbers, *([0] if padding else []), *dynamic_strides))
-        return address
-
-    def modifiers(self, fields: tuple | None):
-        """The fields of `ModifierTensors`: tensors of any lengths and strides, and numbers."""
-        for value in fields or ():
-            if isinstance(value, torch.Tensor):
-                padding = "I" if value.dim() % 2 else ""
-                form = f"<Q{value.dim()}i{padding}{value.dim()}q"
-                zero = [0] if padding else []
-                self.values.append(struct.pack(form, self.put(value), *value.shape, *zero, *value.stride()))
-            elif value is not None:
-                self.values.append(struct.pack("<i" if isinstance(value, int) else "<f", value))
+        modes = range(t.dim())
+        return super().tensor(t, modes[::-1] if is_lse else (*modes[-3::2], modes[-2], *modes[:-3]), is_lse)
 
     def vector(self, t: torch.Tensor):
-        self.values.append(struct.pack("<Qii", self.put(t.contiguous()), t.numel(), 0))
-
-    def result(self, address: int, like: torch.Tensor) -> torch.Tensor:
-        last = sum((n - 1) * stride for n, stride in zip(like.shape, like.stride(), strict=True)) + 1
-        flat = torch.from_numpy(self.memory.get(address, last * like.element_size()))
-        return flat.view(like.dtype).as_strided(like.shape, like.stride())
+        super().tensor(t.contiguous())
 
 
 def computed(call: Call, config: ForwardConfigSm80 | None = None, change=lambda kernel: kernel, **schedule):

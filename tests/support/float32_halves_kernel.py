@@ -4,7 +4,7 @@ import functools
 
 import machine_code
 import ptx_interpreter
-from sm80_decode import Parameters, integer
+from sm80_decode import Parameters
 
 from onepass.kernels.config import HOPPER, head_dim_tile
 from onepass.kernels.device.memory_bound import float32_halves
@@ -27,7 +27,7 @@ def run(kernel: launch.Kernel, x, target, scale, cu_seqlens, seqused, num_blocks
     for lengths in (cu_seqlens, seqused):
         if lengths is not None:
             parameters.tensor(lengths)
-    parameters.values.append(integer(num_blocks))
+    parameters.numbers(num_blocks)
     batch = 1 if kernel.is_packed else x.shape[0]
     grid = x.shape[-2] * num_blocks * batch
     threads = float32_halves.num_threads(head_dim_tile(kernel.head_dim))

@@ -6,7 +6,7 @@ import struct
 import machine_code
 import ptx_interpreter
 import torch
-from sm80_decode import Parameters, fast_divisor, integer
+from sm80_decode import Parameters
 
 from onepass.api import fast_path
 from onepass.kernels.launch import quantize as launch
@@ -55,7 +55,7 @@ def run_quantize(kernel: launch.Kernel, *arguments):
         written.append(parameters.known_but_last(t) if is_transposed else parameters.tensor(t, tuple(range(t.dim()))))
     written += [parameters.tensor(t) for t in descales]
     number_of_means = len(parameters.values)
-    parameters.values += [integer(word) for word in signs or ()]
+    parameters.numbers(*(signs or ()))
     for t in lengths:
         if t is not None:
             parameters.tensor(t)
@@ -63,9 +63,9 @@ def run_quantize(kernel: launch.Kernel, *arguments):
     for i, descale in enumerate(descales):
         heads, blocks = descale.shape[-2:]
         blocks += kernel.is_packed and not (i == 2 and kernel.keys_last)  # for rows that belong to no sequence
-        parameters.values += fast_divisor(heads) + fast_divisor(blocks)
+        parameters.divisors(heads, blocks)
         counts.append(heads * blocks * (1 if kernel.is_packed else descale.shape[0]))
-    parameters.values += [integer(counts[0]), integer(counts[0] + counts[1])]
+    parameters.numbers(counts[0], counts[0] + counts[1])
     means = [mean for mean in (k_mean, v_mean) if mean is not None]
     for i, mean in enumerate(means):  # the last ones in memory
         parameters.tensor(mean, (0, 1, 2))

@@ -5,7 +5,7 @@ import functools
 import machine_code
 import ptx_interpreter
 import torch
-from sm80_decode import Parameters, integer
+from sm80_decode import Parameters
 
 from onepass.geometry.integers import ceil_div
 from onepass.kernels.arguments import QueryBoundsArguments
@@ -47,16 +47,16 @@ def run(kernel: launch.Kernel, *arguments, **order):
     for t in given.modifiers:
         if t is not None:
             p.strided(t)
-    p.values += [integer(n) for n in (given.window_left, given.window_right) if n is not None]
+    p.numbers(given.window_left, given.window_right)
     for t in lengths:
         p.tensor(t)
-    p.values += [integer(n) for n in (given.seqlen_q, given.seqlen_k, given.group)]
+    p.numbers(given.seqlen_q, given.seqlen_k, given.group)
     launched(of_blocks, p, given.extremes)
     given.extremes.copy_(p.result(address, given.extremes))
     p, (_, address) = parameters(given.extremes, given.bounds)
     for t in lengths:
         p.tensor(t)
-    p.values += [integer(n) for n in (given.seqlen_q, given.seqlen_k)]
+    p.numbers(given.seqlen_q, given.seqlen_k)
     launched(of_tiles, p, given.bounds)
     given.bounds.copy_(p.result(address, given.bounds))
 

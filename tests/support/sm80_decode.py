@@ -28,17 +28,6 @@ ARCH, ARCH_E4M3 = "sm_80", "sm_89"
 INT32, FLOAT32 = torch.int32, torch.float32
 
 
-def fast_divisor(n: int) -> list[bytes]:
-    """FastDivmodDivisorV2 in the form a kernel gets: divisor, multiplier, two shifts; and the divisor once more."""
-    log = (n - 1).bit_length()
-    multiplier = ((2**log - n) * 2**32 // n + 1) % 2**32
-    return [struct.pack("<IIBBxx", n, multiplier, min(log, 1), max(log - 1, 0)), struct.pack("<i", n)]
-
-
-def integer(n: int) -> bytes:
-    return struct.pack("<i", n)
-
-
 class Parameters:
     """The parameters of a kernel, and the memory that they point to. Tensors lie between NaN."""
 
@@ -73,6 +62,24 @@ class Parameters:
         padding = [0] * (t.dim() % 2)
         form = f"<Q{t.dim() + len(padding)}i{t.dim()}q"
         self.values.append(struct.pack(form, self.put(t), *t.shape, *padding, *t.stride()))
+
+    def numbers(self, *numbers: float | None):
+        self.values += [struct.pack("<f" if isinstance(n, float) else "<i", n) for n in numbers if n is not None]
+
+    def divisors(self, *numbers: int):
+        """FastDivmodDivisorV2 in the form a kernel gets: divisor, multiplier, two shifts; and the divisor once more."""
+        for n in numbers:
+            log = (n - 1).bit_length()
+            multiplier = ((2**log - n) * 2**32 // n + 1) % 2**32
+            self.values += [struct.pack("<IIBBxx", n, multiplier, min(log, 1), max(log - 1, 0)), struct.pack("<i", n)]
+
+    def modifiers(self, fields: tuple | None):
+        """The fields of `ModifierTensors`: tensors of any lengths and strides, and numbers."""
+        for value in fields or ():
+            if isinstance(value, torch.Tensor):
+                self.strided(value)
+            else:
+                self.numbers(value)
 
     def end_here(self):
         """Make the memory end with what was put last, so that reading past it raises."""
@@ -143,36 +150,27 @@ def forward(
     if arguments.cu_seqlens_q is not None:
         kernel.tensor(arguments.cu_seqlens_q)
     kernel.tensor(arguments.seqused_k)
-    kernel.values.append(integer(arguments.added_k))
-    kernel.values += [struct.pack("<f", x) for x in (arguments.scale_log2, arguments.tanh_scale) if x is not None]
-    kernel.values += [integer(x) for x in (arguments.window_left, arguments.window_right) if x is not None]
-    for value in arguments.modifiers or ():
-        if isinstance(value, torch.Tensor):
-            kernel.strided(value)
-        elif value is not None:
-            kernel.values.append(struct.pack("<f", value))
+    kernel.numbers(arguments.added_k, arguments.scale_log2, arguments.tanh_scale)
+    kernel.numbers(arguments.window_left, arguments.window_right)
+    kernel.modifiers(arguments.modifiers)
     heads = attention.num_heads_q // config.group(attention)
     if attention.is_packed:
-        kernel.values += fast_divisor(heads)
+        kernel.divisors(heads)
     else:
         num_m_blocks, in_all = ceil_div(attention.seqlen_q, config.positions(attention)), heads * attention.batch
-        kernel.values += [integer(n) for n in (arguments.num_tiles, num_m_blocks, attention.batch)]
-        for n in (
-            num_m_blocks * arguments.heads_per_section,
-            arguments.heads_per_section,
-            tile_scheduler.heads_in_last_section(in_all, arguments.heads_per_section),
-            heads,
-        ):
-            kernel.values += fast_divisor(n)
+        kernel.numbers(arguments.num_tiles, num_m_blocks, attention.batch)
+        section = arguments.heads_per_section
+        in_last = tile_scheduler.heads_in_last_section(in_all, section)
+        kernel.divisors(num_m_blocks * section, section, in_last, heads)
     if arguments.page_table is not None:
         kernel.tensor(arguments.page_table)
-        kernel.values += fast_divisor(inputs.k_cache.shape[1])
-    kernel.values += [integer(n) for n in (arguments.num_splits, arguments.split_blocks) if n is not None]
+        kernel.divisors(inputs.k_cache.shape[1])
+    kernel.numbers(arguments.num_splits, arguments.split_blocks)
     for descale in (arguments.k_descale, arguments.v_descale):
         if descale is not None:
             kernel.strided(descale)
     if arguments.kv_block is not None:
-        kernel.values += fast_divisor(arguments.kv_block)
+        kernel.divisors(arguments.kv_block)
     kernel.end_here()
     key = decode_launch.compile_request(problem, config, arch, is_split)[1]
     program = compiled(key, functools.partial(decode_launch.trace, problem, config, arch, is_split), arch)
@@ -226,8 +224,8 @@ def append(problem: DecodeProblem, inputs: DecodeInputs):
         if descale is not None:
             kernel.strided(descale)
     if arguments.kv_block is not None:
-        kernel.values.append(integer(arguments.kv_block))
-    kernel.values += [integer(arguments.seqlen_new), integer(arguments.rows)]
+        kernel.numbers(arguments.kv_block)
+    kernel.numbers(arguments.seqlen_new, arguments.rows)
     kernel.end_here()
     key = append_launch.AppendKey.of(problem, inputs, arguments)
     arch = ARCH_E4M3 if key.is_e4m3 else ARCH
