@@ -91,7 +91,7 @@ def _equal(seqlen: int) -> tuple[int, ...]:
 
 
 def cases() -> list[OptionCase]:
-    found = []
+    found: list[OptionCase] = []
 
     def add(name: str, heads: tuple[int, int], head_dims: tuple[int, int], lengths: tuple[int, ...], **options: Any):
         found.extend(OptionCase(direction, name, heads, head_dims, lengths, **options) for direction in ("fwd", "bwd"))
