@@ -96,14 +96,12 @@ def _backward_sm90() -> Iterator[tuple[str, Request]]:
         "128 GQA": problem(128, 128, 4096, num_heads_kv=1),
     }
     for name, one in asked.items():
-        config = heuristics.backward_config_sm90(one)
-        for step, (_, _, arch, trace) in zip(
-            ("preprocess", "main", "postprocess"), backward_sm90.compile_requests(one, False, config), strict=False
-        ):
-            if step == "main" or name in ("128 causal", "128 packed seqused", "256 causal"):
+        for kernel, _, arch, trace in backward_sm90.compile_requests(one, False, heuristics.backward_config_sm90(one)):
+            step = "main" if kernel == "backward" else kernel.removeprefix("backward_")
+            if step == "main" or name in ("128 packed seqused", "256 causal"):
                 yield f"sm90 backward {name} {step}", (arch, trace)
     _, _, arch, trace = backward_sm90.compile_requests(asked["128 causal"], True)[0]
-    yield "sm90 backward 128 causal preprocess with dlse", (arch, trace)
+    yield "sm90 backward 128 causal main with dlse", (arch, trace)
 
 
 def _ampere() -> Iterator[tuple[str, Request]]:
