@@ -23,7 +23,7 @@ from ..repair import gradients as repair_gradients
 from ..repair.rows import VECTOR_BYTES, SourceTensors, row_sums, write_row
 from ..softmax.mask import Geometry
 from ..softmax.modifiers import Modifiers, place_of
-from ..softmax.online import Scores
+from ..softmax.online import ScoreFactors
 from .dq_sums import Accumulator
 from .packed import Lengths, PackedSchedule, used_keys
 from .schedule import Schedule, Sequences
@@ -182,7 +182,7 @@ class KeyTiles:
         ballots: tuple,
         sources: SourceTensors,
         accumulator: Accumulator,
-        scores: Scores,
+        factors: ScoreFactors,
         is_v: cutlass.Constexpr[bool],
         modifiers: Modifiers | None = None,
     ):
@@ -210,5 +210,5 @@ class KeyTiles:
                     if cutlass.const_expr(modifiers is not None):
                         place = place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.is_packed)
                         pairs = modifiers.pairs_of_key(place, key)
-                    repair_gradients.add_queries(acc, *rows, queries, scores, is_v, self.vector_bytes, pairs)
+                    repair_gradients.add_queries(acc, *rows, queries, factors, is_v, self.vector_bytes, pairs)
                 write_row(gradient[key, None], acc, scale)

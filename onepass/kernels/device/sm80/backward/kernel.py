@@ -164,7 +164,7 @@ class BackwardSm80(KeyTiles):
         buffers = Buffers(sK, sV, sQ, sdO, sdS, sP, sStats)
         sources = tensors if cutlass.const_expr(self.may_recompute) else None
         outputs = mdK, mdV, sources, seqlens.modifiers
-        warps = BackwardWarps(self, buffers, tiled_mmas, scores.softmax_scale, scores.scales, accumulator, *outputs)
+        warps = BackwardWarps(self, buffers, tiled_mmas, scores.softmax_scale, scores.factors, accumulator, *outputs)
         self.compute(warps, loaders, tensors, tile)
 
     @cute.jit

@@ -226,7 +226,7 @@ class ForwardSm80:
             entry, head, tile_n = tile.origin_k, self.head_kv(tile), self.config.tile_n
             descales = CacheDescales(descale_tensors, pages, entry, head, tile_n, self.descales_by_block)
         sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
-        inputs = tiled_mma, scores.scales, tensors, (mO, mLSE), sinks, pages, descales, seqlens.modifiers
+        inputs = tiled_mma, scores.factors, tensors, (mO, mLSE), sinks, pages, descales, seqlens.modifiers
         warps = self.make_warps(self, (sQ, sK, sV), *inputs)
         if cutlass.const_expr(self.is_split):
             has_no_keys = tile.blocks.first == tile.blocks.last

@@ -65,5 +65,5 @@ class KeyGradients(Untraced):
             ballots = repair_gradients.nan_rows(rows_and_columns(acc), is_row)
             if ballots[0] | ballots[1] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
-                inputs = (sources, self.inputs.accumulator, self.inputs.scales, is_v, self.inputs.modifiers)
+                inputs = (sources, self.inputs.accumulator, self.inputs.factors, is_v, self.inputs.modifiers)
                 self.kernel.recompute_keys(tile, gradient, scale, first_key, ballots, *inputs)

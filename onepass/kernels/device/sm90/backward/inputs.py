@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, pipeline
 from .....geometry.tile_scheduler import LANES
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.modifiers import Modifiers
-from ...blocks.softmax.online import Scores
+from ...blocks.softmax.online import ScoreFactors
 from ...blocks.tiles.dq_sums import Accumulator
 from ..forward.tile import WARPGROUP, WARPS
 from .turns import TurnBarriers
@@ -69,7 +69,7 @@ class Inputs(NamedTuple):
     pipes: BackwardPipes
     mmas: Mmas
     softmax_scale: Float32
-    scales: Scores
+    factors: ScoreFactors
     accumulator: Accumulator
     mdK: cute.Tensor
     mdV: cute.Tensor

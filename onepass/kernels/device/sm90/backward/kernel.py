@@ -386,7 +386,7 @@ class BackwardSm90(KeyTiles):
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             outputs = tensors.dk, tensors.dv, tensors.dq, tensors.sources, seqlens.modifiers
-            inputs = Inputs(pipes, tiled_mmas, scores.softmax_scale, scores.scales, accumulator, *outputs, turns)
+            inputs = Inputs(pipes, tiled_mmas, scores.softmax_scale, scores.factors, accumulator, *outputs, turns)
             buffers = Buffers(sK, sV, sQ, sdO, sdS, sStats, ds_full, sFlags, sP, p_full, sPeerK, sInbox, ds_empty)
             if cutlass.const_expr(self.is_paired):
                 consumer = PairedConsumer(self, buffers, inputs)

@@ -202,7 +202,7 @@ class BackgroundRows(Untraced):
         """Args: scores: a ScoreArguments. schedule: the order of tiles of keys."""
         self.kernel, self.tensors, self.sources = kernel, tensors, sources
         self.accumulator, self.progress, self.seqlens, self.schedule = accumulator, progress, seqlens, schedule
-        self.softmax_scale, self.scores = scores.softmax_scale, scores.scales
+        self.softmax_scale, self.factors = scores.softmax_scale, scores.factors
 
     @property
     def num_blocks(self) -> Int32:
@@ -432,7 +432,7 @@ class BackgroundRows(Untraced):
         stats = cute.domain_offset((block - start // kernel.tile_m, 0), self.accumulator.stats)
         for query in cutlass.range(start, minimum(start + kernel.tile_m, seqlens.seqlen_q), unroll=1):
             if repair_gradients.has_nan_in_row(dq[query, None]):
-                repair_gradients.recompute_dq(dq, query, of_head, stats, geometry, self.scores, self.softmax_scale)
+                repair_gradients.recompute_dq(dq, query, of_head, stats, geometry, self.factors, self.softmax_scale)
 
     # ---------------------------------------------------------------- the end
 

@@ -384,7 +384,7 @@ class ForwardSm90:
         inputs = Inputs(
             pipes,
             Mmas(*tiled_mmas),
-            scores.scales,
+            scores.factors,
             tensors.out,
             tensors.lse,
             sinks,
