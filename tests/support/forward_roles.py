@@ -210,7 +210,7 @@ class Forward:
         names = "kernel", "consumer", "gemms", "scores", "rows", "own_blocks", "own_loads", "past_the_end", "output"
         names += "producer", "transposer", "converter"
         self.modules = {name: as_python(SOURCE + name, stand_ins | {"LANES": 1}) for name in names}
-        for name, source in (("turns", "tiles.pingpong"), ("queue", "tiles.queue"), ("wgmma", "memory.wgmma")):
+        for name, source in (("pingpong", "tiles.pingpong"), ("queue", "tiles.queue"), ("wgmma", "memory.wgmma")):
             self.modules[name] = as_python(f"blocks.{source}", stand_ins)
         link(list(self.modules.values()))
         self.kernel = self._kernel(box_rows, num_splits, options)
@@ -369,17 +369,19 @@ class Forward:
             setattr(m["past_the_end"], name, clear)
         consumer = object.__new__(m["consumer"].Consumer)
         consumer.kernel, consumer.config, consumer.pipes, consumer.thread = kernel, config, self.pipes, thread
-        consumer.turns = m["turns"].Turns(config.pingpong and config.num_warpgroups > 1, w, config.num_warpgroups)
-        self._watch(consumer.turns, w)
+        consumer.pingpong = m["pingpong"].Pingpong(
+            config.pingpong and config.num_warpgroups > 1, w, config.num_warpgroups
+        )
+        self._watch(consumer.pingpong, w)
         consumer.gemms, consumer.scores, consumer.output, consumer.past_the_end = gemms, scores, output, past
         consumer.own_blocks = m["own_blocks"].OwnBlocks(kernel, rows, self.modifiers)
         consumer.loads = m["own_loads"].OwnLoads(None if config.warp_specialized else self.producer)
         m["consumer"].warpgroup = SimpleNamespace(wait_group=lambda most: self._own_cores().wait(most))
         return consumer
 
-    def _watch(self, turns, w):
+    def _watch(self, pingpong, w):
         """Note who has the turn."""
-        wait, pass_on = turns.wait, turns.pass_on
+        wait, pass_on = pingpong.wait, pingpong.pass_on
 
         def wait_and_note():
             wait()
@@ -389,7 +391,7 @@ class Forward:
             self.turn = None
             pass_on()
 
-        turns.wait, turns.pass_on = wait_and_note, note_and_pass_on
+        pingpong.wait, pingpong.pass_on = wait_and_note, note_and_pass_on
 
     def _has_turn(self) -> bool:
         return not self.config.pingpong or self.config.num_warpgroups == 1 or self.turn == self._number()

@@ -17,7 +17,7 @@ What a step calls are parts of the consumer, each in a file of its own:
 
     gemms            gemms.py         operands and accumulators of the five GEMMs
     scores           scores.py        P and dS, with what mask, softcap, ALiBi, bias and dropout do to them
-    turns            pingpong.py      which warpgroup issues its GEMMs
+    pingpong         blocks/tiles/pingpong.py      which warpgroup issues its GEMMs
     exchange         exchange.py      dS of all warpgroups in shared memory
     sums             dq_atomic.py     where dQ is added; dq_private.py, if a thread block has sums of its own
     gradients        dkv.py           dK and dV of a finished tile
@@ -39,7 +39,7 @@ from ...blocks.memory.epilogue import STAGED_COLUMNS, STAGED_ROWS
 from ...blocks.memory.ptx import order_after_words
 from ...blocks.memory.untraced import Untraced
 from ...blocks.tiles.named_barrier import NamedBarrier
-from ...blocks.tiles.pingpong import Turns
+from ...blocks.tiles.pingpong import Pingpong
 from ..forward.tile import WARPGROUP, after
 from .dkv import KeyGradients
 from .dq_atomic import AtomicSums
@@ -57,7 +57,7 @@ class BackwardConsumer(Untraced):
     def __init__(self, kernel, buffers: Buffers, inputs: Inputs):
         self.kernel, self.pipes = kernel, inputs.pipes
         self.thread = thread = this_thread()
-        self.turns = Turns(kernel.config.pingpong, thread.wg, kernel.num_warpgroups)
+        self.pingpong = Pingpong(kernel.config.pingpong, thread.wg, kernel.num_warpgroups)
         self.gemms = BackwardGemms(kernel, thread, inputs.mmas, buffers)
         self.scores = BackwardScores(kernel, thread, inputs, buffers, thread.wg * ROWS_PER_WARPGROUP)
         self.exchange = Exchange(kernel, thread, inputs.mmas, buffers, thread.wg)
@@ -78,7 +78,7 @@ class BackwardConsumer(Untraced):
         kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         ds_count = Int32(0)
-        self.turns.begin()
+        self.pingpong.begin()
         while number < queue.num_tiles:
             tile = self.kernel.tile_at(number, schedule, seqlens)
             num_steps = (tile.last - tile.first) * self.kernel.group
@@ -151,12 +151,12 @@ class BackwardConsumer(Untraced):
         whose dQ is computed now.
         """
         # The other warpgroup wakes up while the tensor cores have this one's last instruction.
-        pass_early = self.turns.pass_on if self.overlaps else None
+        pass_early = self.pingpong.pass_on if self.overlaps else None
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
             self.exchange.wait_for_ds(ds_count - 1)
-        self.turns.wait()
+        self.pingpong.wait()
         if cutlass.const_expr(has_previous):
             acc_dq = self.gemms.issue_dq(ds_count - 1)
         if cutlass.const_expr(self.delta_in_dp):
@@ -164,7 +164,7 @@ class BackwardConsumer(Untraced):
         acc_dp = self.gemms.issue_dp(do_state, self.scores.minus_delta if self.delta_in_dp else None)
         self.gemms.issue_dv(self.scores.rP_of_dv, do_state, pass_early)
         if cutlass.const_expr(not self.overlaps):
-            self.turns.pass_on()
+            self.pingpong.pass_on()
         if cutlass.const_expr(has_previous):
             self.sums.turns.take()
             warpgroup.wait_group(2)
@@ -187,12 +187,12 @@ class BackwardConsumer(Untraced):
             self.pipes.do.consumer_release(do_state)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
-        self.turns.wait()
+        self.pingpong.wait()
         if cutlass.const_expr(has_next):
             acc_s = self.gemms.issue_s(next_q)
         self.gemms.issue_dk(self.scores.rdS, q_state, pass_early)
         if cutlass.const_expr(not self.overlaps):
-            self.turns.pass_on()
+            self.pingpong.pass_on()
         if cutlass.const_expr(has_next):
             self.scores.read_lse(next_q)
             self.scores.draw_flags(tile, *following)

@@ -16,7 +16,7 @@ What a step calls are parts of the consumer, each in a file of its own. The rows
 
     gemms            gemms.py         operands and accumulators of both GEMMs
     scores           scores.py        how S becomes P: scales.py, mask, modifiers, softmax
-    turns            blocks/tiles/pingpong.py      which warpgroup issues its GEMMs
+    pingpong         blocks/tiles/pingpong.py      which warpgroup issues its GEMMs
     output           output.py        rows of a finished tile to global memory, repair
     own_blocks       own_blocks.py    which key blocks of a tile this warpgroup's rows see
     past_the_end     past_the_end.py  zeros past the end of a sequence
@@ -35,7 +35,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .....geometry.integers import minimum
 from ...blocks.memory.untraced import Untraced
-from ...blocks.tiles.pingpong import Turns
+from ...blocks.tiles.pingpong import Pingpong
 from .gemms import ForwardGemms
 from .inputs import Buffers, Inputs, this_thread
 from .output import Output
@@ -67,7 +67,7 @@ class Consumer(Untraced):
         """Args: producer: None: a warp of its own issues the loads."""
         self.kernel, self.config, self.pipes = kernel, kernel.config, inputs.pipes
         self.thread = thread = this_thread(1 if producer is None else 0)
-        self.turns = Turns(self.config.pingpong and kernel.num_warpgroups > 1, thread.wg, kernel.num_warpgroups)
+        self.pingpong = Pingpong(self.config.pingpong and kernel.num_warpgroups > 1, thread.wg, kernel.num_warpgroups)
         self.gemms = ForwardGemms(kernel, thread, inputs.mmas, buffers)
         rows = Rows(kernel, thread)
         scales = make_scales(kernel, rows, inputs)
@@ -86,7 +86,7 @@ class Consumer(Untraced):
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()  # wave: how many tiles this thread block has had
         tile, skipped, unused = self.own_blocks.find(self.kernel.tile_at(number, schedule, seqlens))
-        self.turns.begin()
+        self.pingpong.begin()
         if cutlass.const_expr(config.overlap_tiles):
             for _ in cutlass.range(skipped, unroll=1):
                 self.skip(self.pipes.k, k_state)
@@ -105,8 +105,8 @@ class Consumer(Untraced):
                 self.skip(self.pipes.v, v_state)
                 v_state.advance()
                 # every warpgroup takes one turn a block
-                self.turns.wait()
-                self.turns.pass_on()
+                self.pingpong.wait()
+                self.pingpong.pass_on()
             self.gemms.acc_o.fill(0.0)
             self.past_the_end.clear_values(tile, v_state)
 
@@ -151,8 +151,8 @@ class Consumer(Untraced):
             elif cutlass.const_expr(self.kernel.skips_unused):
                 # in the order of their loads: K of a block comes before V of the block visited before it
                 for _ in cutlass.range(unused, unroll=1):
-                    self.turns.wait()
-                    self.turns.pass_on()
+                    self.pingpong.wait()
+                    self.pingpong.pass_on()
                     self.skip(self.pipes.v, v_state)
                     v_state.advance()
                     self.skip(self.pipes.k, k_state)
@@ -189,7 +189,7 @@ class Consumer(Untraced):
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         tile = self.kernel.tile_at(number, schedule, seqlens)
-        self.turns.begin()
+        self.pingpong.begin()
         self.pipes.q.consumer_wait(self.q_state(wave))
         self.issue_qk(1, k_state, self.q_state(wave))
         warpgroup.wait_group(0)
@@ -243,8 +243,8 @@ class Consumer(Untraced):
     @cute.jit
     def skip_key_block(self, k_state):
         """Release a K unread, and take this warpgroup's turn for its block."""
-        self.turns.wait()
-        self.turns.pass_on()
+        self.pingpong.wait()
+        self.pingpong.pass_on()
         self.skip(self.pipes.k, k_state)
 
     @cute.jit
@@ -270,10 +270,10 @@ class Consumer(Untraced):
         Args: ready: whether K and V were already seen in shared memory; False or None: not known.
         """
         self.pipes.k.consumer_wait(k_state, ready[0])
-        self.turns.wait()
+        self.pingpong.wait()
         self.gemms.issue_qk(buffer, k_state, q_state)
         self.issue_pv(v_state, ready[1])
-        self.turns.pass_on()
+        self.pingpong.pass_on()
 
     @cute.jit
     def issue_qk(self, buffer: cutlass.Constexpr[int], k_state, q_state):
@@ -332,13 +332,13 @@ class Consumer(Untraced):
                 # PV and QK^T in one turn: between two turns the tensor cores would go to another warpgroup
                 self.pipes.k.consumer_wait(k_state, ready[0])
                 self.pipes.v.consumer_wait(v_state, ready[1])
-                self.turns.wait()
+                self.pingpong.wait()
                 self.last_pv(v_state)
             else:
                 self.last_pv(v_state)
-                self.turns.wait()
+                self.pingpong.wait()
             self.issue_qk(0, k_state, q_state)
-            self.turns.pass_on()
+            self.pingpong.pass_on()
             self.loads.load_next(tile, n_block, k_state, v_state)
             warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
@@ -374,12 +374,12 @@ class Consumer(Untraced):
         Without overlap_gemm_softmax that S comes after the PV, and the finished rows are stored during it.
         """
         if cutlass.const_expr(not self.config.overlap_gemm_softmax):
-            self.turns.wait()
+            self.pingpong.wait()
             self.last_pv(v_state)
             self.pipes.q.consumer_wait(next_q_state)
             self.scores.load(next_tile)
             self.issue_qk(0, k_state, next_q_state)
-            self.turns.pass_on()
+            self.pingpong.pass_on()
             self.output.store(tile)
             warpgroup.wait_group(0)
             self.first_softmax(next_tile, k_state, next_q_state)
