@@ -261,7 +261,7 @@ class Packed:
         for sequence, (queries, keys) in enumerate(lengths):
             blocks = ceil_div(keys, kernel.tile_n)
             for number in range(blocks * problem.num_heads_kv):
-                coord = tile_scheduler.packed_coord(number, blocks, problem.num_heads_kv, kernel.is_deterministic)
+                coord = tile_scheduler.packed_coord(number, blocks, problem.num_heads_kv, kernel.adds_in_turns)
                 self.tiles.append((*coord, start_k, keys, start_q, queries, sequence, None))
             start_q, start_k = start_q + queries, start_k + keys
         self.num_tiles = len(self.tiles)
@@ -417,14 +417,14 @@ class Launch:
         )
         schedule = packed or schedule
         sequences = scores.sequences(problem.seqlen_q, problem.seqlen_k, lengths)
-        lanes = {KEEPER_WARP: 2 * config.num_warpgroups} if kernel.is_deterministic else None
+        lanes = {KEEPER_WARP: 2 * config.num_warpgroups} if kernel.adds_in_turns else None
         machine.launch(
             functools.partial(kernel.kernel, *arguments),
             num_clusters * config.tile_blocks,
             config.num_threads // 32,
             config.tile_blocks,
             lanes,
-            None if kernel.is_deterministic else rng.randint(1, num_clusters),
+            None if kernel.adds_in_turns else rng.randint(1, num_clusters),
         )
         self.check([kernel.tile_at(number, schedule, sequences) for number in range(schedule.num_tiles)], accumulator)
 
@@ -440,7 +440,7 @@ class Launch:
             heads = range(tile.head_kv * kernel.group, (tile.head_kv + 1) * kernel.group)
             for head, m_block in itertools.product(heads, range(tile.first, tile.last)):
                 block = head, tile.origin_q, m_block
-                turn = kernel.turn_of(tile, m_block) if kernel.is_deterministic else 0
+                turn = kernel.turn_of(tile, m_block) if kernel.adds_in_turns else 0
                 number = kernel.m_block_number(accumulator, tile, head, m_block)
                 visits[number].append((turn, [("k", *key) for key in keys], ("q", *block)))
         assert machine.stored == stored, "tiles of dk and dv"
@@ -453,13 +453,13 @@ class Launch:
                 pieces[piece] += 1
                 wanted = [(sorted(keys), queries) for _, keys, queries in sorted(of_block)]
                 given = [(keys, queries) for keys, queries, _ in given]
-                if not kernel.is_deterministic:
+                if not kernel.adds_in_turns:
                     wanted, given = sorted(wanted), sorted(given)
                 assert given == wanted, "terms of dq"
             assert set(pieces.values()) == {4}, "pieces of dq"
         assert not any(self.counter.values.values()), "the next launch would begin with another number"
         assert not any(self.words.values.values()), "progress that is not zero"
-        if kernel.is_deterministic:
+        if kernel.adds_in_turns:
             counted = kernel.num_pieces if kernel.is_paired else kernel.num_warpgroups
             assert sum(self.turns.values.values()) == sum(len(v) for v in visits.values()) * counted
         if kernel.has_background_rows:

@@ -259,7 +259,7 @@ class Forward:
             self.schedule = SimpleNamespace(
                 num_tiles=blocks * heads * problem.batch * num_splits,
                 divisors=Divisors(blocks, 1, 1, heads),
-                num_m_blocks=blocks,
+                tiles_of_head=blocks,
                 batch=problem.batch * num_splits,
                 splits=Splits(num_splits, 0),
                 entries=problem.batch,

@@ -57,7 +57,7 @@ class KeyTiles:
     tile_n: int  # keys of a tile
     group: int  # query heads of a kv head
     is_packed: bool
-    is_deterministic: bool  # tiles add to dQ in turns
+    adds_in_turns: bool  # tiles add to a block of dQ one after the other
     is_descending: bool  # the order of these turns, see `block_range.following_query_block`
     has_ascending_end: bool = False  # the last heads do not descend, see `tile_scheduler.turning_coord`
     ring_lag: int = 0  # tiles add in rings, see `block_range.turn_in_ring`; 0: in one of the orders above
@@ -73,7 +73,7 @@ class KeyTiles:
         """
         lengths_of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
         num_heads = schedule.divisors.num_heads
-        return PackedSchedule(lengths_of_keys, rows_k, rows_q, num_heads, self.tile_n, self.is_deterministic)
+        return PackedSchedule(lengths_of_keys, rows_k, rows_q, num_heads, self.tile_n, self.adds_in_turns)
 
     @cute.jit
     def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> KeyTile:
@@ -91,12 +91,12 @@ class KeyTiles:
             entry = minimum(sequence, schedule.batch - 1)
             first_tile = origin_k // self.tile_n + sequence
         else:
-            order = schedule.divisors, schedule.num_m_blocks, schedule.batch
+            order = schedule.divisors, schedule.tiles_of_head, schedule.batch
             if cutlass.const_expr(self.has_ascending_end):
                 (n_block, head, origin_q), in_ascending_end = tile_scheduler.turning_coord(number, *order)
             else:
                 n_block, head, origin_q = tile_scheduler.tile_coord(number, *order)
-            num_blocks = schedule.num_m_blocks
+            num_blocks = schedule.tiles_of_head
             origin_k, entry, sequence = origin_q, origin_q, origin_q
             seqlen_q, rows_k = seqlens.seqlen_q, seqlens.seqlen_k
         if cutlass.const_expr(not self.is_descending):
@@ -141,11 +141,11 @@ class KeyTiles:
             return tile.ascends
         if self.has_ascending_end:
             return tile.in_ascending_end == 0
-        return self.is_descending or not self.is_deterministic
+        return self.is_descending or not self.adds_in_turns
 
     def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
         first_head = tile.head_kv * self.group
-        order = self.is_deterministic or self.heads_together, self._ascends(tile), self.ring_lag > 0
+        order = self.adds_in_turns or self.heads_together, self._ascends(tile), self.ring_lag > 0
         return following_query_block(head, m_block, first_head, self.group, tile.first, tile.last, *order)
 
     def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:

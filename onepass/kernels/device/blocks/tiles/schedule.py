@@ -64,13 +64,14 @@ class Schedule(NamedTuple):
     For packed sequences the host knows the number of heads only, from which the kernel makes a PackedSchedule.
 
     Attributes:
+        tiles_of_head: tiles of queries, or in a backward of keys.
         batch: entries of the order: batch entries, or with splits (split, batch entry).
         entries: FastDivmodDivisorV2 of the batch entries of one split.
         tiles_in_ring: of tiles of keys that add to dQ in rings (see `block_range.turn_in_ring`).
     """
 
     num_tiles: Int32 | None
-    num_m_blocks: Int32 | None
+    tiles_of_head: Int32 | None
     batch: Int32 | None
     divisors: tile_scheduler.Divisors
     splits: Splits | None = None

@@ -245,7 +245,7 @@ class ForwardSm80:
         if cutlass.const_expr(self.is_packed):
             m_block, head, origin_q, seqlen_q, origin_k, seqlen_k, sequence, _ = schedule.find(number)
         else:
-            coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
+            coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.tiles_of_head, schedule.batch)
             m_block, head, origin_q = coord
             origin_k = sequence = origin_q
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, origin_k, seqlens.seqlen_k)

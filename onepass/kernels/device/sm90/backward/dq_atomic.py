@@ -22,7 +22,7 @@ class AtomicSums(Untraced):
 
     def __init__(self, kernel, thread: Thread, inputs: Inputs):
         self.kernel, self.thread, self.accumulator = kernel, thread, inputs.accumulator
-        self.turns = TurnsOfWarp(kernel.is_deterministic, thread.wg, inputs.turns)
+        self.turns = TurnsOfWarp(kernel.adds_in_turns, thread.wg, inputs.turns)
 
     @cute.jit
     def share(self, tile, head: Int32, m_block: Int32) -> Int32:

@@ -129,16 +129,16 @@ class BackwardSm90(KeyTiles):
         mask = Mask() if problem.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
         self.has_intervals = problem.has_intervals
-        self.adds_in_order = problem.deterministic
+        self.is_deterministic = problem.deterministic
         # tiles may hold hidden pairs, whose terms of the gradients may be NaN
         self.hides_pairs = problem.hides_pairs or problem.has_seqused_k
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
         self.has_private_dq = config.private_dq
-        self.is_deterministic = config.adds_in_turns(problem)
+        self.adds_in_turns = config.adds_in_turns(problem)
         self.is_descending = config.adds_descending(problem)
         self.has_ascending_end = config.has_ascending_end(problem)
-        self.ring_lag = config.ring_lag if self.is_deterministic else 0
+        self.ring_lag = config.ring_lag if self.adds_in_turns else 0
         self.heads_together = config.heads_together
         # K, V, Q and dO may hold arbitrary values past the end of a sequence
         self.has_garbage = problem.is_packed or problem.has_seqused_k
@@ -224,7 +224,7 @@ class BackwardSm90(KeyTiles):
             cluster=(self.cluster_size, 1, 1) if self.is_paired else None,
             stream=stream,
             min_blocks_per_mp=1,
-            cooperative=self.is_deterministic,  # a wait for a turn is a wait for a thread block that runs
+            cooperative=self.adds_in_turns,  # a wait for a turn is a wait for a thread block that runs
         )
 
     def _make_tiled_mmas(self) -> Mmas:
@@ -304,14 +304,14 @@ class BackwardSm90(KeyTiles):
                 )
             ),
         )
-        in_a_row = schedule.num_m_blocks if cutlass.const_expr(self.has_private_dq) else None
-        readers = consumer_warps + self.is_deterministic
+        in_a_row = schedule.tiles_of_head if cutlass.const_expr(self.has_private_dq) else None
+        readers = consumer_warps + self.adds_in_turns
         queue = TileQueue(smem, schedule.num_tiles, counter, readers, self.cluster_size, in_a_row, self.ring_lag > 0)
         ds_full, p_full = (smem.allocate_array(cutlass.Int64, self.ds_buffers) for _ in range(2))
         if cutlass.const_expr(self.is_paired):
             ds_empty = smem.allocate_array(cutlass.Int64, 1)
         turns = None
-        if cutlass.const_expr(self.is_deterministic):
+        if cutlass.const_expr(self.adds_in_turns):
             slots = SLOTS * self.num_warpgroups
             turns = TurnBarriers(*(smem.allocate_array(cutlass.Int64, slots) for _ in range(2)))
         tile_end = None
@@ -325,7 +325,7 @@ class BackwardSm90(KeyTiles):
                     cute.arch.mbarrier_init(tile_end + i, consumer_warps)
                 for i in cutlass.range_constexpr(WARPS + consumer_warps):
                     cute.arch.mbarrier_init(rows_full + i, 1)
-            if cutlass.const_expr(self.is_deterministic):
+            if cutlass.const_expr(self.adds_in_turns):
                 for i in cutlass.range_constexpr(SLOTS * self.num_warpgroups):
                     cute.arch.mbarrier_init(turns.granted + i, 1)
                     cute.arch.mbarrier_init(turns.added + i, WARPS)
@@ -337,7 +337,7 @@ class BackwardSm90(KeyTiles):
         cute.arch.mbarrier_init_fence()
         self.sync_cluster()
 
-        seqlens = scores.sequences(mQ.shape[0], mK.shape[0], lengths, self.adds_in_order)
+        seqlens = scores.sequences(mQ.shape[0], mK.shape[0], lengths, self.is_deterministic)
         # made by each role, which then keeps nothing in registers for another one
         make_background = functools.partial(
             BackgroundRows,
@@ -379,7 +379,7 @@ class BackwardSm90(KeyTiles):
                         if background.all_have_started():
                             background.finish(stage)
                     background.leave(self.row_warps)
-            if cutlass.const_expr(self.is_deterministic):
+            if cutlass.const_expr(self.adds_in_turns):
                 if warp_id == KEEPER_WARP:
                     background = make_background() if self.has_background_rows else None
                     TurnKeeper(self, accumulator, turns, background).run(queue, schedule, seqlens)
@@ -434,7 +434,7 @@ class BackwardSm90(KeyTiles):
 
     @property
     def background_warps(self) -> int:
-        return WARPS - FIRST_BACKGROUND_WARP - self.is_deterministic
+        return WARPS - FIRST_BACKGROUND_WARP - self.adds_in_turns
 
     def share_of(self, accumulator: Accumulator, tile, head: Int32, m_block: Int32, wg: Int32, rank: Int32) -> Int32:
         """The number of the first of a warpgroup's shares of a block of dQ, whose counter of turns is that of all."""

@@ -252,7 +252,7 @@ class BackgroundRows(Untraced):
                 product = row_products(out, dout, count, tensors.out.shape[0] - row, VECTOR, LOADS_AHEAD)
             self._write_stats(block, part * count, count, product)
             cute.arch.sync_warp()  # the stage is free
-        if cutlass.const_expr(kernel.is_deterministic):
+        if cutlass.const_expr(kernel.adds_in_turns):
             if self.lane < kernel.config.consumer_warps:
                 self.accumulator.turns[block * kernel.config.consumer_warps + self.lane] = Int32(0)
         group, _ = divmod(block, self.progress.blocks_of_group)
@@ -314,7 +314,7 @@ class BackgroundRows(Untraced):
         """Count a tile to whose dQ nothing will be added; the last one of a head puts the head on the list."""
         head = entry * (self.progress.num_heads // self.tensors.out.shape[3]) + head_kv
         cute.arch.fence_acq_rel_gpu()
-        if draw(self.progress.tiles_done(head)) == self.schedule.num_m_blocks - 1:
+        if draw(self.progress.tiles_done(head)) == self.schedule.tiles_of_head - 1:
             cute.arch.fence_acq_rel_gpu()  # the additions of the tiles before come with the list
             publish(self.progress.head_done(draw(self.progress.heads_done())), head + 1)
 

@@ -45,8 +45,8 @@ class TurnBarriers(NamedTuple):
 class TurnsOfWarp(Untraced):
     """The turns of a consumer warp to add to dQ: if the problem is deterministic, after the tiles before its own."""
 
-    def __init__(self, is_deterministic: bool, wg: Int32, turns: TurnBarriers | None):
-        self.is_deterministic, self.wg, self.turns = is_deterministic, wg, turns
+    def __init__(self, are_taken: bool, wg: Int32, turns: TurnBarriers | None):
+        self.are_taken, self.wg, self.turns = are_taken, wg, turns
         # how many additions there were so far
         self.additions = cute.make_rmem_tensor((1,), Int32)
         self.additions[0] = Int32(0)
@@ -54,14 +54,14 @@ class TurnsOfWarp(Untraced):
     @cute.jit
     def take(self):
         """Wait until all tiles before this one have added to the block, unless any order will do."""
-        if cutlass.const_expr(self.is_deterministic):
+        if cutlass.const_expr(self.are_taken):
             slot, phase = slot_of(self.wg, self.additions[0])
             cute.arch.mbarrier_wait(self.turns.granted + slot, phase)
 
     @cute.jit
     def give(self):
         """One arrival of this warp: its additions to the block are issued."""
-        if cutlass.const_expr(self.is_deterministic):
+        if cutlass.const_expr(self.are_taken):
             slot, _ = slot_of(self.wg, self.additions[0])
             cute.arch.sync_warp()
             with cute.arch.elect_one():

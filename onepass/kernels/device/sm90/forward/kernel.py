@@ -467,7 +467,7 @@ class ForwardSm90:
                 split, head = divmod(head, schedule.num_heads)
                 origin_out = origin_q + split * schedule.total_q
         else:
-            coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
+            coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.tiles_of_head, schedule.batch)
             m_block, head, origin_out = coord
             split, origin_q = divmod(origin_out, schedule.entries) if self.is_split else (None, origin_out)
             origin_k, sequence, num_splits = origin_q, None, None
