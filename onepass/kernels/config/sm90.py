@@ -480,7 +480,7 @@ class BackwardConfigSm90(LaunchConfig):
         flags = 16 * self.consumer_warps * self.flag_vectors(problem)
         total = 2 * (kv + q_do + ds + p) + 4 * stats + flags + 8 * barriers
         if self.rows_in_background(problem):
-            # the ends of two tiles, full of each warp's stage; the stages of the background warps
+            # the ends of two tiles, full of each warp's scratch; that of the background warps
             total += 8 * (2 + 4 + self.consumer_warps)
             total = -(-total // 128) * 128 + 2 * self.rows_bytes  # which are aligned
         return total

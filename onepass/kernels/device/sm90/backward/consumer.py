@@ -221,12 +221,12 @@ class BackwardConsumer(Untraced):
         They go through this warpgroup's part of the buffer that its next dS will be written to. The buffer is free:
         the last dQ came after all warps had sent the last dS, and by then the dQ before was finished.
         """
-        stage = (
+        scratch = (
             self.exchange.sdS[None, None, self.exchange.ds_tile(next_ds)].iterator
             + self.thread.number // LANES * STAGED_ROWS * STAGED_COLUMNS
         )
-        self.gradients.store_dv(tile, self.gemms.acc_dv, stage)
-        self.gradients.store_dk(tile, self.gemms.acc_dk, stage)
+        self.gradients.store_dv(tile, self.gemms.acc_dv, scratch)
+        self.gradients.store_dk(tile, self.gemms.acc_dk, scratch)
         # a warp of the next tile writes its dS where another one has its stage
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.thread.wg, number_of_threads=WARPGROUP)
         self.sums.repair(tile)

@@ -65,7 +65,7 @@ from .inputs import BackwardPipes, Buffers, Inputs, Mmas
 from .paired import PEER_PIECES, PairedConsumer, adds_piece, piece_of
 from .producer import BackwardProducer
 from .rows import FIRST_WARP as FIRST_BACKGROUND_WARP
-from .rows import BackgroundRows, Progress, RowTensors, Stage, make_row_tensors
+from .rows import BackgroundRows, Progress, RowTensors, Scratch, make_row_tensors
 from .turns import SLOTS, TurnBarriers, TurnKeeper
 from .wide import P_WORDS, WideConsumer
 
@@ -317,7 +317,7 @@ class BackwardSm90(KeyTiles):
         tile_end = None
         if cutlass.const_expr(self.has_background_rows):
             tile_end = smem.allocate_array(cutlass.Int64, 2)
-            rows_full = smem.allocate_array(cutlass.Int64, WARPS + consumer_warps)  # of each warp's stage
+            rows_full = smem.allocate_array(cutlass.Int64, WARPS + consumer_warps)  # of each warp's scratch
             sRows = smem.allocate_tensor(cutlass.Int8, cute.make_layout((2 * self.config.rows_bytes,)), 128)
         if cute.arch.thread_idx()[0] == 0:
             if cutlass.const_expr(self.has_background_rows):
@@ -373,11 +373,11 @@ class BackwardSm90(KeyTiles):
                 if (warp_id >= FIRST_BACKGROUND_WARP) & (warp_id < FIRST_BACKGROUND_WARP + self.background_warps):
                     background = make_background()
                     place = (warp_id - FIRST_BACKGROUND_WARP) * self.config.rows_bytes
-                    stage = Stage(sRows.iterator.toint() + place, rows_full + warp_id)
-                    background.prepare(background.num_blocks, stage)
+                    scratch = Scratch(sRows.iterator.toint() + place, rows_full + warp_id)
+                    background.prepare(background.num_blocks, scratch)
                     if cutlass.const_expr(self.finishes_rows):
                         if background.all_have_started():
-                            background.finish(stage)
+                            background.finish(scratch)
                     background.leave(self.row_warps)
             if cutlass.const_expr(self.adds_in_turns):
                 if warp_id == KEEPER_WARP:
@@ -405,7 +405,7 @@ class BackwardSm90(KeyTiles):
                 if background.all_have_started():
                     # nobody needs the buffers any more
                     place = (warp_id - WARPS) * self.config.rows_bytes
-                    background.finish(Stage(sK.iterator.toint() + place, rows_full + warp_id))
+                    background.finish(Scratch(sK.iterator.toint() + place, rows_full + warp_id))
                     if cutlass.const_expr(self.hides_pairs):
                         background.repair()
             if cutlass.const_expr(self.has_background_rows):
