@@ -221,7 +221,7 @@ class Forward:
     def run(self):
         kernel, config = self.kernel, self.config
         consumers = {w: self._consumer(w) for w in range(config.num_warpgroups)}
-        way = "two_stages" if config.score_buffers == 1 else "three_stages"
+        way = "run_blocks" if config.score_buffers == 1 else "run_halves"
         roles = {
             f"consumer {w}": lambda c=c: getattr(c, way)(self.queue, self.schedule, self.seqlens)
             for w, c in consumers.items()
@@ -644,7 +644,7 @@ class Scales:
     def load(self, tile):
         self.loaded = tile
 
-    def apply(self, acc_s, tile, n_block, is_first):
+    def apply(self, acc_s, tile, n_block, begins):
         value, kernel = acc_s.value, self.forward.kernel
         assert value.stage == "raw"
         buffer = self.gemms.acc_s.index(acc_s)
@@ -657,7 +657,7 @@ class Scales:
                 tile.m_block,
                 tile.origin_q,
             )
-            assert is_first == (n_block == tile.last - 1)
+            assert begins == (n_block == tile.last - 1)
         acc_s.take("raw", "modified")
 
 

@@ -126,11 +126,11 @@ class KeyScales(Untraced):
         self.next_v[0] = v_scale[minimum(block, cute.size(v_scale) - 1)]
 
     @cute.jit
-    def take(self, k_scale, v_scale, first: Int32, n_block: Int32, is_first: cutlass.Constexpr[bool]):
-        """Prepare `group_scales` of tile n_block. Args: is_first: the head's first tile; its chunk is loaded."""
-        if cutlass.const_expr(is_first):
+    def take(self, k_scale, v_scale, first: Int32, n_block: Int32, begins: cutlass.Constexpr[bool]):
+        """Prepare `group_scales` of tile n_block. Args: begins: whether it is visited first; its chunk is loaded."""
+        if cutlass.const_expr(begins):
             self._next_chunk()
-        if cutlass.const_expr(not is_first):
+        if cutlass.const_expr(not begins):
             if (n_block & self.size - 1) == self.size - 1:
                 self._next_chunk()
         if (n_block & self.size - 1) == 0:

@@ -48,13 +48,13 @@ class Scales(Untraced):
         return self.factors.tanh_scale
 
     def load(self, tile: Tile):
-        """Load the scales of a tile's rows and of its first keys."""
+        """Load the scales of a tile's rows and of the keys that it begins with."""
 
     @cute.jit
-    def apply(self, acc_s: cute.Tensor, tile: Tile, n_block: Int32, is_first: cutlass.Constexpr[bool]):
+    def apply(self, acc_s: cute.Tensor, tile: Tile, n_block: Int32, begins: cutlass.Constexpr[bool]):
         """Apply the softcap, s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2.
 
-        Args: is_first: whether the block of keys is the tile's first one.
+        Args: begins: whether the tile begins with this block of keys.
         """
         if cutlass.const_expr(self.tanh_scale is not None):
             tanh_scale = self.tanh_scale
@@ -129,8 +129,8 @@ class BlockScales(Scales):
         self.key_scales.load(*self._of_keys(tile), tile.last - 1)
 
     @cute.jit
-    def apply(self, acc_s: cute.Tensor, tile: Tile, n_block: Int32, is_first: cutlass.Constexpr[bool]):
-        self.key_scales.take(*self._of_keys(tile), n_block, is_first)
+    def apply(self, acc_s: cute.Tensor, tile: Tile, n_block: Int32, begins: cutlass.Constexpr[bool]):
+        self.key_scales.take(*self._of_keys(tile), n_block, begins)
         self.softmax.take_scales(self.row_scale, self.key_scales, n_block)
         if cutlass.const_expr(self.factors.tanh_scale is not None):
             self.softmax.soft_cap(rows_and_columns(acc_s))
