@@ -22,7 +22,7 @@ class Accumulator(NamedTuple):
         stats: (blocks, 2 * tile_m) float32: -lse * log2(e) of the rows (-inf: neither keys nor a sink, or no row);
             then -delta.
         turns: (blocks * consumer warps,) int32, None unless deterministic: how many tiles of keys have been added
-            to a warp's share of a block. On Hopper the first warp of a warpgroup counts for all of them.
+            to a warp's share of a block. On Hopper a warpgroup has one counter, that of its first warp.
         blocks_per_head: blocks of a head, of all packed sequences together.
         num_heads: query heads.
     """

@@ -67,9 +67,9 @@ class BackwardConsumer(Untraced):
         self.overlaps = kernel.config.overlap_gradients
         # With a softcap registers are scarce: those of delta become those of dP. Dropout scales dP alone.
         self.delta_in_dp = self.scores.capped is not None and not self.scores.drops
-        # what this warpgroup's GEMMs read: dQ sums over the keys of all warpgroups
-        self.keys = [(buffers.k[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(kernel.num_warpgroups)]
-        self.keys.append((buffers.v[None, None, thread.wg], thread.wg * ROWS_PER_WARPGROUP))
+        # the rows of K and V that this warpgroup's GEMMs read: K of all warpgroups, because dQ sums over their keys
+        self.rows_of_keys = [(buffers.k[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(kernel.num_warpgroups)]
+        self.rows_of_keys.append((buffers.v[None, None, thread.wg], thread.wg * ROWS_PER_WARPGROUP))
 
     # ---------------------------------------------------------------- through all tiles of the thread block
 
@@ -87,11 +87,11 @@ class BackwardConsumer(Untraced):
             if num_steps > 0:
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
-                self.past_the_end.clear_keys(tile, self.keys)
+                self.past_the_end.clear_keys(tile, self.rows_of_keys)
                 self.gemms.load_keys()
                 head, m_block = self.kernel.first_visit(tile)
                 self.scores.load_slope(tile, head)
-                before = head, m_block  # the query block of the step before
+                before = head, m_block  # the query block of the step before; of the first step itself, which has none
                 self.pipes.q.consumer_wait(q_state)
                 acc_s = self.gemms.issue_s(q_state)
                 self.scores.read_lse(q_state)
@@ -150,7 +150,7 @@ class BackwardConsumer(Untraced):
         Args: block, following, before: head and number of this query block, of the next one, and of the one before,
         whose dQ is computed now.
         """
-        # The other warpgroup wakes up while the tensor cores have this one's last instruction.
+        # Passed on before the last instruction, the turn wakes the other warpgroup while the tensor cores execute it.
         pass_early = self.pingpong.pass_on if self.overlaps else None
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
@@ -218,8 +218,8 @@ class BackwardConsumer(Untraced):
     def store(self, tile, next_ds: Int32):
         """Write dK and dV of a finished tile.
 
-        They go through this warpgroup's part of the buffer that its next dS will be written to. The buffer is free:
-        the last dQ came after all warps had sent the last dS, and by then the dQ before was finished.
+        They go through this warpgroup's part of the buffer for its next dS, which is free (`Exchange.send_ds`): the
+        last dQ has waited for the last dS of all warps.
         """
         scratch = (
             self.exchange.sdS[None, None, self.exchange.ds_tile(next_ds)].iterator
@@ -227,6 +227,6 @@ class BackwardConsumer(Untraced):
         )
         self.gradients.store_dv(tile, self.gemms.acc_dv, scratch)
         self.gradients.store_dk(tile, self.gemms.acc_dk, scratch)
-        # a warp of the next tile writes its dS where another one has its stage
+        # in the next tile a warp writes dS where another warp's scratch was
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.thread.wg, number_of_threads=WARPGROUP)
         self.sums.repair(tile)

@@ -39,9 +39,9 @@ class Buffers(NamedTuple):
     """Shared memory of the consumers, and barriers of what they send each other.
 
     Attributes:
-        k, v: (64, columns, tiles), the keys of a tile.
+        k, v: (64, columns, row blocks), the keys that this thread block has of a tile.
         q, do: (tile_m, columns, buffers).
-        ds: (tile_m, 64, tiles), all tiles of a buffer together.
+        ds: (tile_m, 64, buffers * row blocks): queries in rows; the row blocks of keys of a buffer follow each other.
         stats: (STAT_ROWS * tile_m, buffers) float32, -lse * log2(e) and -delta of the rows of q.
         flags: of dropout, see StagedFlags.
         p, p_full: see `wide.Exchange`.

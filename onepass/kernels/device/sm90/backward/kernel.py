@@ -118,11 +118,11 @@ class BackwardSm90(KeyTiles):
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.head_dim, self.head_dim_v = config.head_dims(problem)
         self.true_head_dim = problem.head_dim
-        # of GEMMs that sum over columns; those past the last one are zero
+        # instructions of the GEMMs S and dP, which sum over 16 columns each; columns past the head dim are zero
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
         self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
         self.keys_in_registers = config.keys_in_registers(problem)
-        self.num_pieces = self.head_dim // self.dq_columns  # of dQ, with by_gradient
+        self.num_pieces = self.head_dim // self.dq_columns  # of the columns of a dQ, with by_gradient
         # a warpgroup's share of a dQ: 64 of the queries, or some of the columns
         self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
         self.is_paired, self.cluster_size, self.ds_buffers = config.paired, config.tile_blocks, config.ds_buffers
@@ -130,7 +130,7 @@ class BackwardSm90(KeyTiles):
         self.has_window = mask.window_left is not None, mask.window_right is not None
         self.has_intervals = problem.has_intervals
         self.is_deterministic = problem.deterministic
-        # tiles may hold hidden pairs, whose terms of the gradients may be NaN
+        # tiles may hold hidden pairs, which may bring NaN to gradients
         self.hides_pairs = problem.hides_pairs or problem.has_seqused_k
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
@@ -343,7 +343,7 @@ class BackwardSm90(KeyTiles):
             BackgroundRows,
             *(self, tensors.rows, tensors.sources, accumulator, tensors.progress, scores, seqlens, schedule),
         )
-        if warp_id < WARPS:  # warpgroup 0
+        if warp_id < WARPS:  # the producer's warpgroup; those of consumers are numbered from 0
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
                 producer = BackwardProducer(
@@ -396,6 +396,7 @@ class BackwardSm90(KeyTiles):
                 consumer = BackwardConsumer(self, buffers, inputs)
             if cutlass.const_expr(self.has_background_rows):
                 background = make_background()
+                # all rows up to those of this thread block's first tile, whose origin_q is its batch entry
                 first = self.tile_at(queue.start(), schedule, seqlens)
                 heads = first.origin_q * mK.shape[2] + first.head_kv + 1
                 background.prepare(heads * background.blocks_of_group, None)
@@ -424,12 +425,12 @@ class BackwardSm90(KeyTiles):
         else:
             cute.arch.sync_threads()
 
-    def is_first_of_cluster(self) -> Boolean:
+    def is_first_of_cluster(self) -> Boolean | bool:
         return True if self.cluster_size == 1 else cute.arch.block_idx_in_cluster() == 0
 
     @property
     def row_warps(self) -> int:
-        """Warps of a thread block that need rows.Progress."""
+        """Warps of a thread block that use the counters of rows.Progress."""
         return WARPS * self.num_warpgroups + self.background_warps + self.finishes_rows
 
     @property
@@ -437,7 +438,7 @@ class BackwardSm90(KeyTiles):
         return WARPS - FIRST_BACKGROUND_WARP - self.adds_in_turns
 
     def share_of(self, accumulator: Accumulator, tile, head: Int32, m_block: Int32, wg: Int32, rank: Int32) -> Int32:
-        """The number of the first of a warpgroup's shares of a block of dQ, whose counter of turns is that of all."""
+        """The number of a warpgroup's first share of a block of dQ, and of the counter of turns of all its shares."""
         number = self.m_block_number(accumulator, tile, head, m_block)
         if cutlass.const_expr(self.is_paired):
             return (number * self.num_pieces + piece_of(self, wg, rank)) * WARPS

@@ -232,8 +232,8 @@ class PairedConsumer(WideConsumer):
     def dv_step(
         self,
         tile,
-        following: tuple,
         block: tuple,
+        following: tuple,
         next_q,
         do_state,
         count: Int32,

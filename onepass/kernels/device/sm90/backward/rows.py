@@ -7,7 +7,7 @@ counters in global memory:
     after     dq = softmax_scale * sum, in 16 bits                             when all tiles of the head have added
 
 Consumers help where somebody would wait for them: before their first tile, and after their last one. As kernels of
-their own, before and after the main one, the two take 75 us at 16k rows of 2048 columns, whatever the sequence length.
+their own, before and after the main one, the two take 75 and 49 us (H200, 16k rows of 2048 columns, any length).
 
 Who waits for whom. A tile waits for the rows of its head, all of which are drawn by warps that run and wait for nobody.
 (A tile whose keys no query sees does not wait, so dq waits for the rows of its head as well.) After its last tile a
