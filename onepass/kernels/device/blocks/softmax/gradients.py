@@ -222,7 +222,7 @@ class GradientScores(Untraced):
 
     @cute.jit
     def make_ds(self, acc_dp: cute.Tensor, tile, head, m_block, minus_delta: cutlass.Constexpr[bool] = False):
-        """dS = P (dP - delta), rounded to 16 bits, or for float32 inputs in place of dP.
+        """dS = P (dP - delta), rounded to 16 bits, or for float32 inputs where dP was.
 
         Args: minus_delta: whether acc_dp holds dP - delta already; with dropout it must not.
         """

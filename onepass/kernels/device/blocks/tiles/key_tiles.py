@@ -32,7 +32,7 @@ from .schedule import Schedule, Sequences
 class KeyTile(NamedTuple):
     """A tile of keys and the query blocks it visits.
 
-    Blocks [first, last) see keys of the tile, of which blocks [clear_first, clear_last) need no mask (QueryBlocks).
+    Blocks [first, last) see keys of the tile, and among them [clear_first, clear_last) need no mask (QueryBlocks).
     `first_visit` and `next_visit` have the order.
     """
 
