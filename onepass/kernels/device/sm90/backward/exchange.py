@@ -26,7 +26,7 @@ class Exchange(Untraced):
 
     def ds_tile(self, count: Int32) -> Int32:
         """The tile of shared memory for this warpgroup's dS of a step."""
-        return count % 2 * self.kernel.key_tiles + self.row_block
+        return count % 2 * self.kernel.row_blocks + self.row_block
 
     @cute.jit
     def write(self, operand: cute.Tensor, tile: Int32 | int):

@@ -104,8 +104,8 @@ class BackwardGemms(KeyGemms):
     def issue_dq(self, count: Int32) -> cute.Tensor:
         """This warpgroup's share of dQ = dS K, over the keys of all warpgroups."""
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
-        tiles = self.kernel.key_tiles
-        first = count % 2 * tiles
-        pairs = [(self.rdS_q[None, None, None, first + w], self.rK_t[None, None, None, w]) for w in range(tiles)]
+        row_blocks = self.kernel.row_blocks
+        first = count % 2 * row_blocks
+        pairs = [(self.rdS_q[None, None, None, first + w], self.rK_t[None, None, None, w]) for w in range(row_blocks)]
         wgmma.issue_sum(self.mmas.dq, acc_dq, pairs, False)
         return acc_dq

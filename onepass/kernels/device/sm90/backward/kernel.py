@@ -120,7 +120,7 @@ class BackwardSm90(KeyTiles):
         self.true_head_dim = problem.head_dim
         # instructions of the GEMMs S and dP, which sum over 16 columns each; columns past the head dim are zero
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
-        self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
+        self.row_blocks, self.dq_columns = config.row_blocks, config.dq_columns(problem)
         self.keys_in_registers = config.keys_in_registers(problem)
         self.num_pieces = self.head_dim // self.dq_columns  # of the columns of a dQ, with by_gradient
         # a warpgroup's share of a dQ: 64 of the queries, or some of the columns
@@ -156,11 +156,11 @@ class BackwardSm90(KeyTiles):
         q, k, v, dout, dk, dv = a[:6]
         if cutlass.const_expr(self.is_packed):
             q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in a[:6])
-        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype, self.dq_columns)
-        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
+        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.row_blocks, self.dtype, self.dq_columns)
+        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.row_blocks, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
-        sdS_layout = smem_tiles(self.tile_m, ROWS_PER_WARPGROUP, self.ds_buffers * self.key_tiles, self.dtype)
+        sdS_layout = smem_tiles(self.tile_m, ROWS_PER_WARPGROUP, self.ds_buffers * self.row_blocks, self.dtype)
         sPeerK_layout = None
         if cutlass.const_expr(self.is_paired):
             sPeerK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.dq_columns, PEER_PIECES, self.dtype)
@@ -291,7 +291,7 @@ class BackwardSm90(KeyTiles):
         stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.q_stages))
         sStats = smem.allocate_tensor(Float32, stats_layout, 128)
         k_columns = self.head_dim + (PEER_PIECES * self.dq_columns if self.is_paired else 0)
-        k_bytes, v_bytes = (self._bytes(ROWS_PER_WARPGROUP * self.key_tiles, d) for d in (k_columns, self.head_dim_v))
+        k_bytes, v_bytes = (self._bytes(ROWS_PER_WARPGROUP * self.row_blocks, d) for d in (k_columns, self.head_dim_v))
         stats_bytes = 4 * STAT_ROWS * self.tile_m
         pipes = BackwardPipes(
             self._make_pipeline(smem, 1, consumer_warps, k_bytes),
@@ -330,7 +330,7 @@ class BackwardSm90(KeyTiles):
                     cute.arch.mbarrier_init(turns.granted + i, 1)
                     cute.arch.mbarrier_init(turns.added + i, WARPS)
             for i in cutlass.range_constexpr(self.ds_buffers):
-                cute.arch.mbarrier_init(ds_full + i, 1 if self.is_paired else WARPS * self.key_tiles)
+                cute.arch.mbarrier_init(ds_full + i, 1 if self.is_paired else WARPS * self.row_blocks)
                 cute.arch.mbarrier_init(p_full + i, WARPS)
             if cutlass.const_expr(self.is_paired):
                 cute.arch.mbarrier_init(ds_empty, self.config.tile_warps)
