@@ -143,7 +143,7 @@ class Scales:
     def load(self, tile):
         self.loaded = tile
 
-    def apply(self, acc_s, tile, n_block, is_first):
+    def apply(self, acc_s, tile, n_block, begins):
         value = acc_s.content
         assert value.k.block // self.kernel.score_buffers == n_block, "scores of another block"
         assert (value.k.origin, value.q.head) == (tile.origin_k, tile.head)
@@ -153,7 +153,7 @@ class Scales:
                 tile.m_block,
                 tile.origin_q,
             )
-            assert is_first == (n_block == tile.last - 1)
+            assert begins == (n_block == tile.last - 1)
         take(acc_s, "raw", stage="modified")
 
 
@@ -336,9 +336,9 @@ class Launch(hopper_in_python.Launch):
         )
         m[FORWARD + "kernel"].LANES = m[FORWARD + "own_blocks"].LANES = 1
         m[FORWARD + "output"].Output.store = lambda output, tile: self.store(output, tile)
-        turns, producer = m["blocks.tiles.pingpong"].Turns, m[FORWARD + "producer"].Producer
+        pingpong, producer = m["blocks.tiles.pingpong"].Pingpong, m[FORWARD + "producer"].Producer
 
-        class WatchedTurns(turns):
+        class WatchedTurns(pingpong):
             """Turns of which the thread block notes who has one."""
 
             def wait(own):
@@ -355,7 +355,7 @@ class Launch(hopper_in_python.Launch):
                 pipes = () if self.kernel.converts else (own.pipes.k, own.pipes.v)
                 assert all(map(self.is_released, pipes)), "shared memory is gone while others arrive there"
 
-        m[FORWARD + "consumer"].Turns, m[FORWARD + "kernel"].Producer = WatchedTurns, WatchedProducer
+        m[FORWARD + "consumer"].Pingpong, m[FORWARD + "kernel"].Producer = WatchedTurns, WatchedProducer
 
     # ---------------------------------------------------------------- loads
 
