@@ -441,14 +441,12 @@ class Machine:
     def launch(self, kernel, num_blocks, num_warps, cluster_size=1, lanes=None, room=None, warpgroups=()):
         """Run a kernel.
 
-        Args: lanes: of warps whose lanes part ways. room: clusters that run at a time. warpgroups: the first warps of
-        warpgroups that are a process each.
+        Args:
+            lanes: of warps whose lanes part ways.
+            room: clusters that run at a time.
+            warpgroups: the first warps of warpgroups that are a process each.
         """
         firsts = [warp for warp in range(num_warps) if warp // WARPS * WARPS not in warpgroups or warp % WARPS == 0]
-
-        def width_of(warp):
-            return WARPS if warp in warpgroups else 1
-
         self.num_blocks, self.num_warps, self.num_lanes = num_blocks, num_warps, lanes or {}
         waiting = []
         for first in range(0, num_blocks, cluster_size):
@@ -464,9 +462,7 @@ class Machine:
         def start(block):
             block.running = len(firsts)
             self.processes += [
-                Process(
-                    self, block, warp, lane, functools.partial(run, block, lane), WARPS if warp in warpgroups else 1
-                )
+                Process(self, block, warp, lane, lambda lane=lane: run(block, lane), WARPS if warp in warpgroups else 1)
                 for warp in firsts
                 for lane in range(self.num_lanes.get(warp, 1))
             ]
