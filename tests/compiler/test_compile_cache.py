@@ -4,7 +4,6 @@ Compiling and loading are replaced, so that these tests run without the kernel c
 """
 
 import contextlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -18,6 +17,7 @@ import time
 import types
 from pathlib import Path
 
+import packages
 import pytest
 
 from onepass.kernels.compiler import compile, disk_cache
@@ -624,7 +624,7 @@ print(type(compile.get("forward", (problem.static(), config), launch.ARCH, trace
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@packages.needs_compiler
 def test_with_the_compiler(tmp_path):
     """The cache works with the compiler: a process killed while it compiles, two at once, and a broken object."""
     directory, log, go = tmp_path / "cache", tmp_path / "log", tmp_path / "go"

@@ -1,21 +1,18 @@
 """The digest of the kernel cache covers every source that determines a kernel's code, and no other."""
 
 import ast
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
 
 import fresh_process
+import packages
 import pytest
 
 import onepass
 from onepass.kernels.compiler import compile, sources
 
 PACKAGE = Path(onepass.__file__).resolve().parent
-needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
-)
 
 # The package itself, which imports everything, is left out: a module that takes something from it fails.
 IMPORT_ALL = """
@@ -31,7 +28,7 @@ print(*(module.__file__ for name, module in sys.modules.items() if name.startswi
 """
 
 
-@needs_compiler
+@packages.needs_compiler
 def test_what_device_code_imports_is_in_the_digest():
     folders = [name for name in sources.FOLDERS if name != "kernels/launch"]
     status, output = fresh_process.run(IMPORT_ALL, arguments=(str(PACKAGE), *folders))
@@ -53,7 +50,7 @@ def from_elsewhere(launch: Path) -> set[str]:
     return found
 
 
-@needs_compiler
+@packages.needs_compiler
 def test_traces_use_nothing_that_is_not_in_the_digest():
     """The functions that run in a trace lie in these files, and name nothing that launches import from others."""
     import code_digests
@@ -106,7 +103,7 @@ def test_an_edit_makes_other_kernels_where_it_may_change_them(tmp_path, monkeypa
     assert (compile.environment.__wrapped__() != before) == counts
 
 
-@needs_compiler
+@packages.needs_compiler
 def test_the_main_kernel_of_each_backward_has_a_digest():
     """Also where it is the only kernel of its backward."""
     import code_digests

@@ -1,10 +1,10 @@
 """`onepass.warmup` with the real compiler, without a GPU."""
 
-import importlib.util
 import platform
 import shutil
 import subprocess
 
+import packages
 import pytest
 import shipped
 import torch
@@ -15,9 +15,7 @@ from onepass.kernels.config import BackwardConfigSm90
 from onepass.kernels.heuristics import chooser
 from onepass.kernels.launch import backward_sm90 as backward_launch
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
-)
+pytestmark = packages.needs_compiler
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """The Ampere backward compiles without a GPU for every architecture, and its machine code is what was meant."""
 
 import functools
-import importlib.util
 
 import machine_code
+import packages
 import pytest
 import torch
 from shipped import problem
@@ -15,10 +15,7 @@ from onepass.kernels.launch import backward_sm80 as backward_launch
 from onepass.kernels.launch import forward_sm80 as launch
 from onepass.problem import Mask
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 # all rows of each table of heuristics, what a GPU has run, and one row for the other architectures
 SHIPPED = [

@@ -1,7 +1,6 @@
 """The Ampere backward computes gradients: the PTX of its kernels runs on the CPU, held to any backend's budgets."""
 
 import functools
-import importlib.util
 import itertools
 import math
 from collections import Counter
@@ -9,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import machine_code
 import numpy as np
+import packages
 import ptx_interpreter
 import pytest
 import query_bounds_kernel
@@ -25,10 +25,7 @@ from onepass.kernels.launch import backward_sm80 as backward_launch
 from onepass.testing.inputs import Call
 from onepass.tiled import backward, forward
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 ARCH = "sm_80"
 

@@ -1,11 +1,11 @@
 """Every shipped configuration of the Hopper backward compiles without a GPU, and its machine code is what was meant."""
 
 import functools
-import importlib.util
 import itertools
 from dataclasses import replace
 
 import machine_code
+import packages
 import pytest
 import torch
 from shipped import problem
@@ -15,10 +15,7 @@ from onepass.kernels.launch import backward_sm90 as backward_launch
 from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import Mask
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 FULL, CAUSAL = Mask(), Mask(None, 0)
 OPTIONS = {

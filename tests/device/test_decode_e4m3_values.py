@@ -1,9 +1,8 @@
 """The kernels of attention_decode over an e4m3 cache compute what the tiled backend does: their PTX runs on the CPU."""
 
-import importlib.util
 from dataclasses import replace
 
-import machine_code
+import packages
 import pytest
 import sm80_decode
 import torch
@@ -16,10 +15,7 @@ from onepass.tiled import cache
 from onepass.tiled.decode import decode as tiled
 from onepass.validation.decode import check_decode
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 

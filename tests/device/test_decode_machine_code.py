@@ -1,10 +1,10 @@
 """The kernels of attention_decode for other architectures: everything stays in registers."""
 
 import functools
-import importlib.util
 from dataclasses import replace
 
 import machine_code
+import packages
 import pytest
 import torch
 from shipped import problem
@@ -18,10 +18,7 @@ from onepass.kernels.launch import merge as merge_launch
 from onepass.kernels.launch.forward_sm80 import ARCHS
 from onepass.problem.decode import DecodeProblem
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 
 def code_of(arch: str, is_paged: bool, is_split: bool = True, has_descales: bool = False, **changes) -> tuple:

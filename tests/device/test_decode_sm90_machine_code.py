@@ -1,9 +1,9 @@
 """The Hopper forward over a cache, in splits and pages: everything stays in registers, and loads go by TMA."""
 
-import importlib.util
 from dataclasses import replace
 
 import machine_code
+import packages
 import pytest
 import torch
 from shipped import problem
@@ -13,10 +13,7 @@ from onepass.kernels.launch import decode_sm90 as decode_launch
 from onepass.problem import Mask
 from onepass.problem.decode import DecodeProblem
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 PACKED = {"is_packed": True, "seqlen_q": 5000}
 OPTIONS = {"mask": Mask(60, 0), "softcap": 20.0, "dtype": torch.float16, "has_sinks": True}

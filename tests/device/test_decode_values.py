@@ -1,10 +1,9 @@
 """The kernels of attention_decode compute what the tiled backend does: their PTX runs on the CPU."""
 
-import importlib.util
 import itertools
 from dataclasses import replace
 
-import machine_code
+import packages
 import pytest
 import sm80_decode
 import torch
@@ -22,10 +21,7 @@ from onepass.tiled.decode import decode as tiled
 from onepass.tiled.merge import merge_in_torch
 from onepass.validation.decode import check_decode
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 BF16, FP16, FP32, INT32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
 OPTIONS = {

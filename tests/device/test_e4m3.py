@@ -1,16 +1,10 @@
 """Conversions of e4m3 numbers in registers: every byte at every position, and floats. The PTX runs on the CPU."""
 
-import importlib.util
-
-import machine_code
-import pytest
+import packages
 import sm80_decode
 import torch
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 E4M3 = torch.float8_e4m3fn
 COUNT = 1024

@@ -1,20 +1,17 @@
 """Tiles of an e4m3 cache in 16 bits, converted in shared memory for the Hopper forward. The PTX runs on the CPU."""
 
 import functools
-import importlib.util
 
 import machine_code
 import numpy as np
+import packages
 import ptx_interpreter
 import pytest
 import torch
 
 from onepass.kernels.config.sm90 import CONVERTED_KEYS
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 E4M3 = torch.float8_e4m3fn
 

@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
+import packages
 import pytest
 import torch
 
@@ -14,9 +15,7 @@ from onepass.geometry import philox
 from onepass.geometry.rotary import rotate
 from onepass.tiled.mask import hidden_pairs
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
-)
+pytestmark = packages.needs_compiler
 
 COLUMNS = 8  # scores of a thread in each of its two rows, of 32 columns of a block
 SIDES = (None, 0, 5, 40, -1, -7)

@@ -1,10 +1,9 @@
 """float32 as two float16 halves with a scale: what the kernel writes, by its PTX on the CPU."""
 
-import importlib.util
 from typing import NamedTuple
 
 import float32_halves_kernel
-import machine_code
+import packages
 import pytest
 import torch
 
@@ -12,10 +11,7 @@ from onepass.kernels.config import head_dim_tile
 from onepass.kernels.device.memory_bound import float32_halves
 from onepass.kernels.launch import float32_halves as launch
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 NAN, INF = float("nan"), float("inf")
 INT32 = torch.int32

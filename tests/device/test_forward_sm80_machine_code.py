@@ -1,9 +1,8 @@
 """The Ampere forward compiles without a GPU for every architecture, and its machine code is what was meant."""
 
-import importlib.util
 import itertools
 
-import machine_code
+import packages
 import pytest
 import sm80_forward
 import torch
@@ -14,10 +13,7 @@ from onepass.kernels.config import ForwardConfigSm80
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import forward_sm80 as launch
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 # on sm_80 the tests of values check the code of all kernels that they compile (tests/support/sm80_forward.py)
 ELSEWHERE = [

@@ -1,12 +1,11 @@
 """The Ampere forward computes attention: its PTX runs on the CPU and is held to the budgets of any backend."""
 
-import importlib.util
 import itertools
 import math
 from dataclasses import replace
 
-import machine_code
 import numpy as np
+import packages
 import ptx_interpreter
 import pytest
 import sm80_forward
@@ -25,10 +24,7 @@ from onepass.problem import AttentionInputs, AttentionProblem, Mask
 from onepass.testing.budget import compare, compare_lse
 from onepass.testing.inputs import Call
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 ARCH = "sm_80"
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")

@@ -1,10 +1,10 @@
 """The Hopper forward in float32: three products of float16 halves in the machine code, and its configurations."""
 
 import functools
-import importlib.util
 from dataclasses import replace
 
 import machine_code
+import packages
 import pytest
 import torch
 from shipped import CAUSAL, problem
@@ -17,10 +17,6 @@ from onepass.kernels.launch import float32_halves as halves_launch
 from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import Mask
 
-needs_compiler = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
 FULL = Mask()
 BARRIER_BYTES = 1024  # an upper bound of the bytes that `smem_bytes` counts for barriers
 
@@ -54,7 +50,7 @@ def compiled(question, config):
 @pytest.mark.sampled(quick=0, slow=4)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=needs_compiler) for name in QUESTIONS],
+    [pytest.param(name, marks=packages.needs_machine_code) for name in QUESTIONS],
 )
 def test_machine_code(name):
     question = QUESTIONS[name]
@@ -79,8 +75,8 @@ def test_machine_code(name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("64 causal", marks=needs_compiler),
-        pytest.param("128", marks=needs_compiler),
+        pytest.param("64 causal", marks=packages.needs_machine_code),
+        pytest.param("128", marks=packages.needs_machine_code),
     ],
 )
 def test_three_products_for_one_of_16_bits(name):
@@ -98,7 +94,9 @@ def test_three_products_for_one_of_16_bits(name):
 @pytest.mark.parametrize(
     "kernel",
     [
-        pytest.param(halves_launch.Kernel(d, v, p, p), id=f"{d}{' of v' * v}{' packed' * p}", marks=needs_compiler)
+        pytest.param(
+            halves_launch.Kernel(d, v, p, p), id=f"{d}{' of v' * v}{' packed' * p}", marks=packages.needs_machine_code
+        )
         for d, v, p in (
             (64, True, False),
             (96, False, True),

@@ -1,13 +1,13 @@
 """The Hopper forward in FP8: its machine code, the order of keys that P and V must share, and its scales."""
 
 import functools
-import importlib.util
 import itertools
 import math
 import re
 from dataclasses import replace
 
 import machine_code
+import packages
 import pytest
 import torch
 from shipped import problem
@@ -39,8 +39,8 @@ def asked(head_dim, head_dim_v, out_dtype=torch.bfloat16, exact_lse=False, **opt
 
 
 @pytest.mark.sampled(quick=0, slow=3)
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
-@pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed")
+@packages.needs_compiler
+@packages.needs_disassembler
 @pytest.mark.parametrize("exact_lse", [False, True])
 @pytest.mark.parametrize("keys_last", [False, True])
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_machine_code(question, keys_last, exact_lse):
 
 
 @pytest.mark.sampled(quick=0, slow=5)
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
-@pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed")
+@packages.needs_compiler
+@packages.needs_disassembler
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("case", TRANSPOSING, ids=str)
 def test_machine_code_of_warps_that_transpose(request, case, is_packed):

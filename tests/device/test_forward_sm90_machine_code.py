@@ -1,10 +1,10 @@
 """Every shipped Hopper configuration compiles without a GPU, and its machine code is what was meant."""
 
 import functools
-import importlib.util
 from dataclasses import replace
 
 import machine_code
+import packages
 import pytest
 import torch
 from shipped import ROWS, problem
@@ -13,10 +13,7 @@ from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import forward_sm90 as launch
 from onepass.problem import Mask
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 CAUSAL = Mask(None, 0)
 OTHERS = {

@@ -1,10 +1,10 @@
 """The softmax of the Hopper forward in FP8, run on the CPU, against float64; and V, cleared after its last key."""
 
 import functools
-import importlib.util
 
 import machine_code
 import numpy as np
+import packages
 import ptx_interpreter
 import pytest
 import torch
@@ -13,10 +13,7 @@ from onepass.ops import quantize
 from onepass.quantization import codec
 from onepass.testing.budget import P_OF_CODES
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 
 @functools.cache

@@ -1,8 +1,6 @@
 """NaN and infinity in keys that a bias, left padding or a window hides: the PTX of the Ampere kernels, on the CPU."""
 
-import importlib.util
-
-import machine_code
+import packages
 import ptx_interpreter
 import pytest
 import sm80_forward
@@ -17,10 +15,7 @@ from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 from onepass.testing.budget import compare, compare_gradients, compare_lse
 from onepass.tiled import forward
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 ROWS, KEYS = 40, 90
 STARTS = torch.tensor([0, 70], dtype=torch.int32)

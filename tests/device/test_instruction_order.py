@@ -4,11 +4,11 @@ ptxas takes a wait for GEMMs to cost nothing and moves arithmetic across it, so 
 """
 
 import functools
-import importlib.util
 import re
 from dataclasses import replace
 
 import machine_code
+import packages
 import pytest
 import torch
 from shipped import ROWS, problem
@@ -19,10 +19,7 @@ from onepass.kernels.launch import backward_sm80, backward_sm90, decode_sm90, fo
 from onepass.problem import Mask, Quantization
 from onepass.problem.decode import DecodeProblem
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 FULL, CAUSAL = Mask(), Mask(None, 0)
 AMPERE = "sm_80"

@@ -1,13 +1,13 @@
 """Device code that looks things up and ends rows, run as Python: pages, descales, ends of softmaxes, query bounds."""
 
 import functools
-import importlib.util
 import itertools
 import math
 import random
 from types import SimpleNamespace
 
 import numpy as np
+import packages
 import pytest
 import query_bounds_reference
 import torch
@@ -18,9 +18,7 @@ from onepass.kernels.arguments import AppendArguments, QueryBoundsArguments
 from onepass.kernels.launch import modifiers, query_bounds
 from onepass.kernels.launch.arguments import window_bounds
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
-)
+pytestmark = packages.needs_compiler
 
 
 class Registers(Values):

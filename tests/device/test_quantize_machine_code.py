@@ -1,19 +1,16 @@
 """The kernels of `quantize_fp8` for other architectures: no spills, and 16 bytes a load and a store."""
 
 import functools
-import importlib.util
 
 import machine_code
+import packages
 import pytest
 import torch
 
 from onepass.kernels.launch import quantize as launch
 from onepass.kernels.launch.quantize import Kernel, LayoutKernel
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # 16-byte loads and stores of a thread for each of q, k and v, and the registers of a thread:

@@ -4,10 +4,8 @@ V is rounded by the same operations, so its bits are equal. Rotated rows are sum
 between two e4m3 numbers, or the largest number of a block, may round the other way.
 """
 
-import importlib.util
-
 import fp8_kernels
-import machine_code
+import packages
 import pytest
 import torch
 from same_rounding import assert_same_rounding
@@ -18,10 +16,7 @@ from onepass.kernels.launch import quantize as launch
 from onepass.ops import quantize
 from onepass.quantization import codec
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 BF16, FP16, INT32 = torch.bfloat16, torch.float16, torch.int32
 NAN, INF = float("nan"), float("inf")

@@ -1,10 +1,9 @@
 """The query blocks that a backward's tiles of keys visit: what the kernel writes, by its PTX on the CPU."""
 
-import importlib.util
 import random
 from typing import NamedTuple
 
-import machine_code
+import packages
 import pytest
 import query_bounds_kernel
 import query_bounds_reference
@@ -16,10 +15,7 @@ from onepass.kernels.launch.arguments import window_bounds
 from onepass.kernels.launch.modifiers import entries_of
 from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 
 class Tiles(NamedTuple):

@@ -1,9 +1,8 @@
 """Ranges of keys, ALiBi, bias and dropout in the Ampere kernels: their PTX runs on the CPU."""
 
-import importlib.util
 from dataclasses import replace
 
-import machine_code
+import packages
 import pytest
 import sm80_forward
 import torch
@@ -17,10 +16,7 @@ from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 from onepass.testing.budget import compare, compare_gradients, compare_lse
 from onepass.tiled import backward, forward
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 
 TERMS = ("alibi_slopes", "bias")

@@ -1,10 +1,10 @@
 """The flags of dropout that go through shared memory: the bits of geometry/philox.py, run on the CPU from their PTX."""
 
 import functools
-import importlib.util
 
 import machine_code
 import numpy as np
+import packages
 import ptx_interpreter
 import pytest
 import torch
@@ -12,10 +12,7 @@ from shipped import problem
 
 from onepass.geometry import philox
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"),
-    pytest.mark.skipif(machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"),
-]
+pytestmark = packages.needs_machine_code
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,8 +1,8 @@
 """The query blocks that the backward visits, exhaustively against the definition of the mask."""
 
-import importlib.util
 import itertools
 
+import packages
 import pytest
 import torch
 
@@ -80,7 +80,7 @@ def test_no_queries():
         assert first == clear_first == clear_last == last
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@packages.needs_compiler
 def test_every_row_of_a_block_has_its_place():
     from onepass.kernels.device.blocks.memory.row_stats import stats_position
 
@@ -88,7 +88,7 @@ def test_every_row_of_a_block_has_its_place():
         assert sorted(stats_position(row) for row in range(tile_m)) == list(range(tile_m))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@packages.needs_compiler
 def test_a_thread_finds_the_rows_of_its_columns():
     """In a wgmma accumulator a lane of a quad holds columns 2 * lane and 2 * lane + 1 of each eight."""
     from onepass.kernels.device.blocks.memory.row_stats import stats_position

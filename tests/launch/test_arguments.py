@@ -3,14 +3,13 @@
 import importlib.util
 import inspect
 
+import packages
 import pytest
 
 from onepass.kernels import arguments
 from onepass.kernels.launch.arguments import in_order
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
-)
+pytestmark = packages.needs_compiler
 
 DEVICE = "onepass.kernels.device"
 KERNELS = [

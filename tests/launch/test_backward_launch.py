@@ -1,9 +1,9 @@
 """Steps of the Hopper backward's launch that plain PyTorch computes."""
 
-import importlib.util
 import itertools
 from dataclasses import replace
 
+import packages
 import pytest
 import torch
 from launch_arguments import assert_as_traced
@@ -31,7 +31,7 @@ def problem(**options):
     return AttentionProblem(dtype=torch.bfloat16, device_type="cpu", **sizes, **options)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@packages.needs_compiler
 @pytest.mark.parametrize(
     ("options", "fields"),
     [

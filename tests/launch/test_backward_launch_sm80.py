@@ -1,9 +1,9 @@
 """Steps of the Ampere backward's launch that plain PyTorch computes."""
 
-import importlib.util
 import itertools
 from dataclasses import replace
 
+import packages
 import pytest
 import torch
 from launch_arguments import assert_as_traced
@@ -29,7 +29,7 @@ def problem(**options):
     return AttentionProblem(device_type="cpu", **options)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@packages.needs_compiler
 @pytest.mark.parametrize(
     "options",
     [

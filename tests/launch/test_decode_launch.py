@@ -1,10 +1,10 @@
 """The arguments that attention_decode passes to its kernels, which are replaced by recorders."""
 
-import importlib.util
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import packages
 import pytest
 import torch
 from launch_arguments import described
@@ -221,7 +221,7 @@ def test_blocks_of_splits_and_pages(split_size, page_size, tile_n, box_rows):
     assert decode_launch_sm90.split_plan(problem, config, 132)[1:] == (split_size // tile_n, True)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@packages.needs_compiler
 @pytest.mark.parametrize(("name", "module"), LAUNCHES)
 def test_kernels_are_given_what_they_were_traced_with(launched, name, module):
     """A launch passes as many arguments as the trace, of as many dimensions, and None in the same places."""
@@ -441,7 +441,7 @@ def test_parts_that_begin_within_a_block_are_refused():
         decode_launch_sm90.split_plan(problem, config, 132)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@packages.needs_compiler
 def test_what_splits_and_pages_do_not_take():
     problem = check_decode(inputs_of(seqlen_q=100, is_paged=True), **OPTIONS)
     config = decode_launch_sm90.config_of(problem, torch.device("cpu"))

@@ -1,10 +1,10 @@
 """The key of a kernel says all that its code depends on: requests with one key trace the same kernel."""
 
 import contextlib
-import importlib.util
 import itertools
 from dataclasses import replace
 
+import packages
 import pytest
 import torch
 
@@ -16,9 +16,7 @@ from onepass.kernels.launch import backward_sm80, backward_sm90, decode_sm80, de
 from onepass.problem import AttentionProblem, Mask, Quantization
 from onepass.problem.decode import DecodeProblem
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
-)
+pytestmark = packages.needs_compiler
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 PROBLEM = AttentionProblem(BF16, "cuda", 2, 300, 500, 4, 2, 64, 64, softmax_scale=0.25, mask=Mask())

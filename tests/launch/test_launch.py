@@ -1,12 +1,12 @@
 """The arguments that a prepared Hopper launch passes to its kernel, which is replaced by a recorder, and the layouts
 of results."""
 
-import importlib.util
 import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import packages
 import pytest
 import torch
 
@@ -110,7 +110,7 @@ def test_arguments_of_the_kernel_in_fp8(launched):
     assert torch.equal(keys_last.view(torch.uint8), v.view(torch.uint8))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@packages.needs_compiler
 @pytest.mark.parametrize("head_dim_v", [96, 240])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 def test_arguments_of_the_kernels_in_float32(launched, is_packed, head_dim_v, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import machine_code
 import pytest
 
 
@@ -18,3 +19,12 @@ def skip_or_fail(package: str) -> None:
         is_required = os.environ.get("ONEPASS_TEST_PACKAGES") == "required"
         end = pytest.fail if is_required else pytest.skip
         end(f"needs {package}: make test-packages")
+
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
+)
+needs_disassembler = pytest.mark.skipif(
+    machine_code.disassembler() is None, reason="nvidia-cuda-nvdisasm is not installed"
+)
+needs_machine_code = [needs_compiler, needs_disassembler]

@@ -1,6 +1,5 @@
 """The layout for the Hugging Face Hub: two copies of the package side by side, and the library `kernels`."""
 
-import importlib.util
 import json
 import os
 import re
@@ -9,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import packages
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +100,7 @@ def test_two_copies(hub):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+@packages.needs_compiler
 def test_a_copy_compiles_kernels(hub, tmp_path):
     code = f"""
     {LOAD}
