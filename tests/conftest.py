@@ -85,6 +85,15 @@ def _kernel_cache(request, tmp_path_factory):
         yield
 
 
+@pytest.fixture
+def one_thread():
+    """Threads that wait for one another on a busy machine make small problems slow."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

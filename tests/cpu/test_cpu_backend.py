@@ -355,14 +355,6 @@ def entry_of(call, b):
     return {name: t[b : b + 1] if isinstance(t, torch.Tensor) else t for name, t in call.items()}
 
 
-@pytest.fixture
-def one_thread():
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(number)
-
-
 def test_sequences_of_equal_length_are_one_batch(count, one_thread):
     """One call of the operator, with the bits that each sequence has alone, even beside a NaN of another one.
 

@@ -1,7 +1,6 @@
 """Which kernels a call that needs gradients lets other processes compile."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,22 +10,16 @@ from onepass import ForwardConfigSm90
 from onepass.dispatch import ahead, backends
 from onepass.dispatch import attention as dispatch
 from onepass.kernels.compiler import compile, disk_cache, pool
-from onepass.kernels.heuristics import tuned
 from onepass.problem import AttentionProblem, Mask, Quantization
 
 CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def requested(monkeypatch):
+def requested(monkeypatch, gpu):
     """The names of the kernels that are requested on a pretended Hopper GPU: of this process with a prefix."""
     names = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132, name="Pretended GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
-    monkeypatch.setattr(tuned, "gpu_name", lambda device=None: "Pretended GPU")
+    gpu(9, 0)
     monkeypatch.setattr(pool, "compile_behind", lambda requests, *_: bool(names.extend(r.name for r in requests)))
     monkeypatch.setattr(pool, "num_cpus", lambda: ahead.CPUS_FOR_OTHER_LENGTHS - 1)
     monkeypatch.setattr(compile, "is_cached", lambda *kernel: False)

@@ -11,7 +11,6 @@ from onepass import ForwardConfigSm80, ForwardConfigSm90
 from onepass.dispatch import attention as dispatch
 from onepass.dispatch import backends, decode, fp8, partials
 from onepass.kernels.config import HOPPER, BackwardConfigSm80
-from onepass.kernels.heuristics import tuned
 from onepass.problem import AttentionProblem, Mask, Quantization
 from onepass.problem.decode import DecodeProblem
 
@@ -24,19 +23,6 @@ def problem(dtype=BF16, head_dim=64, device_type="cuda", batch=1, head_dim_v=Non
     return AttentionProblem(
         dtype=dtype, device_type=device_type, **lengths, **head_dims, softmax_scale=1.0, mask=Mask()
     )
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """A function that pretends a GPU of a compute capability, with the kernel compiler."""
-
-    def make(*capability):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
-        monkeypatch.setattr(tuned, "gpu_name", lambda device=None: "Pretended GPU")
-
-    return make
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The backend of a call with ranges, positions, left padding, ALiBi, bias or dropout: on a GPU, never `tiled`."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,27 +9,10 @@ from option_calls import CALLS, option_call
 import onepass
 from onepass.api import calls, decode_calls
 from onepass.dispatch import attention as dispatch
-from onepass.dispatch import backends
 from onepass.dispatch import decode as dispatch_decode
 from onepass.kernels.compiler import compile
-from onepass.kernels.heuristics import tuned
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """A function that pretends a GPU of a compute capability, with the kernel compiler."""
-
-    def make(*capability):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        properties = SimpleNamespace(multi_processor_count=132, name="Pretended GPU")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-        monkeypatch.setattr(backends, "_HAS_KERNEL_COMPILER", True)
-        monkeypatch.setattr(tuned, "gpu_name", lambda device=None: "Pretended GPU")
-
-    return make
 
 
 def expected_backend(function, dtype, capability):

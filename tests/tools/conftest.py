@@ -4,7 +4,6 @@ import gc
 import types
 
 import pytest
-import torch
 
 from onepass.bench import memory
 from onepass.tuning import timing
@@ -21,10 +20,6 @@ def _no_collections():
 
 
 @pytest.fixture
-def wide_and_single_threaded(monkeypatch):
-    """Keep tables in one piece, and use one thread: threads that wait for one another make small problems slow."""
+def wide_and_single_threaded(monkeypatch, one_thread):
+    """Keep tables in one piece, and use one thread."""
     monkeypatch.setenv("COLUMNS", "200")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

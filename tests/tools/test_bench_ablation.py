@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 import pytest
-import torch
 
 from onepass import tiled
 from onepass.bench import ablation
@@ -82,12 +81,7 @@ BACKWARD_CASE = replace(CASE, direction="bwd")
 BACKWARD = KERNEL._replace(forward=lambda problem, inputs, config: tiled.forward(problem, inputs), backward=backward)
 
 
-@pytest.fixture(autouse=True)
-def _single_threaded():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---------------------------------------------------------------- the rows

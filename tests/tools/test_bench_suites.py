@@ -56,7 +56,7 @@ def run_backward(problem, inputs, out, lse, dout, dlse, config):
 
 
 @pytest.fixture
-def grid(monkeypatch):
+def grid(monkeypatch, one_thread):
     """A grid of 64 tokens, and a clock by which each call takes longer than the one before."""
     monkeypatch.setattr(grid_module, "TOKENS", 64)
     monkeypatch.setattr(grid_module, "HIDDEN", 32)
@@ -71,10 +71,7 @@ def grid(monkeypatch):
         return sample
 
     monkeypatch.setattr(grid_module, "do_bench_sampler", clock)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield grid_module
-    torch.set_num_threads(threads)
+    return grid_module
 
 
 def compile_nothing(requests):
