@@ -74,7 +74,7 @@ def options_of(
     }
 
 
-def unpack(name: str, packed: Any, count: int, rank: int) -> tuple[Tensor, ...]:
+def unpack(name: str, packed: Any, count: int, rank: int) -> tuple[Any, ...]:
     """Views of the tensors stacked in the third dimension from the end, (..., count, num_heads, head_dim)."""
     tensors.check_tensor(name, packed)
     if packed.dim() != rank or packed.shape[-3] != count:

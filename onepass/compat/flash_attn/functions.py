@@ -202,8 +202,9 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Any:
     """`flash_attn_varlen_func` with q, k and v in one tensor, qkv: (total_tokens, 3, num_heads, head_dim)."""
-    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    lengths: tuple[Any, ...] = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    arguments = (*conventions.unpack("qkv", qkv, 3, 4), *lengths, *options)
     try:
-        return flash_attn_varlen_func(*conventions.unpack("qkv", qkv, 3, 4), *lengths, *options, **named)
+        return flash_attn_varlen_func(*arguments, **named)
     except REFUSALS as error:
         raise renamed(error, dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens") | _MAX_SEQLENS) from None
