@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -126,6 +130,27 @@ def refuse(because: str, **arguments: Any) -> None:
         if value is not None:
             given = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise UnsupportedError(f"{name}: expected None, got {given}: {because}")
+
+
+def takes(arguments: str) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
+    """Let a function of one object, whose attributes are the arguments, be called as flash-attn's function of its name.
+
+    Args: arguments: the parameters of flash-attn's function, as Python writes them.
+    """
+    signature = inspect.signature(eval(f"lambda {arguments}: None"))
+    in_order = eval(f"lambda {arguments}: ({', '.join(signature.parameters)},)")
+
+    def decorate(function: Callable[[Any], Any]) -> Callable[..., Any]:
+        in_order.__qualname__ = function.__name__  # which messages about wrong arguments say
+
+        @functools.wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            return function(SimpleNamespace(**dict(zip(signature.parameters, in_order(*given, **named), strict=True))))
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 class _WithoutBackward(torch.autograd.Function):
