@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -132,6 +131,14 @@ def refuse(because: str, **arguments: Any) -> None:
             raise UnsupportedError(f"{name}: expected None, got {given}: {because}")
 
 
+class _Arguments:
+    """The arguments of a call as attributes; unlike types.SimpleNamespace, torch.compile can trace it."""
+
+    def __init__(self, values: Iterable[tuple[str, Any]]) -> None:
+        for name, value in values:
+            setattr(self, name, value)
+
+
 def takes(arguments: str) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
     """Let a function of one object, whose attributes are the arguments, be called as flash-attn's function of its name.
 
@@ -145,12 +152,25 @@ def takes(arguments: str) -> Callable[[Callable[[Any], Any]], Callable[..., Any]
 
         @functools.wraps(function)
         def call(*given: Any, **named: Any) -> Any:
-            return function(SimpleNamespace(**dict(zip(signature.parameters, in_order(*given, **named), strict=True))))
+            return function(_Arguments(zip(signature.parameters, in_order(*given, **named), strict=True)))
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call
 
     return decorate
+
+
+def takes_schema(schema: str) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
+    """`takes`, with the arguments of the schema of an operator, which the function has as its attribute `schema`."""
+    arguments = torch._C.parse_schema(f"function{schema}").arguments
+    defaults = (f"={a.default_value!r}" if a.has_default_value() else "" for a in arguments)
+    decorate = takes(", ".join(a.name + default for a, default in zip(arguments, defaults, strict=True)))
+
+    def decorate_with_schema(function: Callable[[Any], Any]) -> Callable[..., Any]:
+        function.schema = schema  # type: ignore[attr-defined]
+        return decorate(function)
+
+    return decorate_with_schema
 
 
 class _WithoutBackward(torch.autograd.Function):
