@@ -15,8 +15,10 @@ from test_elements_in_python import Float, Values, fresh, size
 from test_query_bounds_values import CONFIGS, RandomCall
 
 from onepass.kernels.arguments import AppendArguments, QueryBoundsArguments
+from onepass.kernels.config import BackwardConfigSm90
 from onepass.kernels.launch import modifiers, query_bounds
 from onepass.kernels.launch.arguments import window_bounds
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
@@ -108,6 +110,11 @@ def device(monkeypatch):
         "tiles": "blocks.tiles.key_tiles",
         "repair": "blocks.repair.gradients",
         "output": "sm90.forward.output",
+        "scales_sm90": "sm90.forward.scales",
+        "background": "sm90.backward.rows",
+        "private": "sm90.backward.dq_private",
+        "dkv": "sm90.backward.dkv",
+        "scores": "sm90.backward.scores",
     }
     modules = {name: fresh(f"onepass.kernels.device.{path}") for name, path in names.items()}
     for module in modules.values():
@@ -141,7 +148,7 @@ def test_the_end_of_a_row(device, sink):
 
 
 CAPACITY, PAGE_SIZE, NUM_PAGES, HEADS = 96, 16, 9, 2
-TABLE = np.array([[3, 8, 0, 5, 1, 7], [2, 6, -4, 99, 4, 4]])  # pages 2 and 3 of the second sequence do not exist
+TABLE = np.array([[3, 8, 0, 5, 1, 7], [2, 6, -1, 9, 4, 4]])  # pages 2 and 3 of the second sequence do not exist
 
 
 def page_of(entry, key):
@@ -401,3 +408,123 @@ def test_splits_that_a_packed_sequence_lacks(device, monkeypatch):
     store = device.output.Output._store_absent_splits.__wrapped__
     store(output, SimpleNamespace(num_splits=3), None, 7, True)
     assert written == [(-math.inf, 7 + 60 * split) for split in (3, 4)]
+
+
+class Part(tuple):
+    """A part of a tensor: its name, and the numbers that chose it."""
+
+    __slots__ = ()
+    element_type = None
+
+    def __getitem__(self, index):
+        return Part((*self, *(i for i in index if i is not None)))
+
+
+def part(*names):
+    return Part(names)
+
+
+def test_rows_of_dq_that_are_computed_again(device, monkeypatch):
+    """From the tensors of the block's query head, those of its kv head, and the statistics of its head."""
+    group, heads, tile_m, blocks, seqlen_q = 2, 4, 64, 2, 100
+    found = []
+    monkeypatch.setattr(device.background, "copy_of", lambda number: number)
+    repair = SimpleNamespace(recompute_dq=lambda *given: found.append(given))
+    repair.has_nan_in_row = lambda row: tuple(row)[-1] % 3 == 0
+    monkeypatch.setattr(device.background, "repair_gradients", repair)
+    rows = object.__new__(device.background.BackgroundRows)
+    rows.kernel = SimpleNamespace(tile_m=tile_m, group=group)
+    rows.sources = SimpleNamespace(**{name: part(name) for name in ("q", "k", "v", "dout")})
+    rows.tensors = SimpleNamespace(dq=part("dq"))
+    lengths = SimpleNamespace(seqused_k=[30, 40], added_k=None)
+    rows.seqlens = SimpleNamespace(seqlen_q=seqlen_q, seqlen_k=50, window_left=None, window_right=0, lengths=lengths)
+    rows.progress = SimpleNamespace(blocks_of_head=blocks, heads_of_entry=heads)
+    rows.accumulator = SimpleNamespace(stats=View(np.arange(2 * heads * blocks)[:, None]))
+    rows.scores, rows.softmax_scale = "scores", 0.5
+    for entry, head, m_block in itertools.product(range(2), range(heads), range(blocks)):
+        found.clear()
+        first = (entry * heads + head) * blocks
+        device.background.BackgroundRows._repair_block.__wrapped__(rows, first + m_block)
+        queries = [n for n in range(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q)) if n % 3 == 0]
+        assert [query for _, query, *_ in found] == queries
+        for dq, _, sources, stats, geometry, *scales in found:
+            kv = (head // group, entry)
+            assert dq == ("dq", head, entry)
+            assert sources == (("q", head, entry), ("k", *kv), ("v", *kv), ("dout", head, entry))
+            assert stats.array[0, 0] == first
+            assert geometry == (seqlen_q, lengths.seqused_k[entry], None, 0)
+            assert scales == ["scores", 0.5]
+
+
+def test_a_thread_blocks_own_sums_of_dq(device, monkeypatch):
+    """Each warp's share of each block of a group's query heads has a place of its own, and none is left over."""
+    group, blocks, warps, ctas = 3, 2, 4, 2
+    found = []
+    for cta, head_kv in ((0, 5), (1, 0)):
+        monkeypatch.setattr(device.arch, "block_idx", lambda cta=cta: (cta, 0, 0), raising=False)
+        kernel = SimpleNamespace(group=group, config=SimpleNamespace(consumer_warps=warps))
+        for in_group, m_block, warp in itertools.product(range(group), range(blocks), range(warps)):
+            sums = SimpleNamespace(kernel=kernel, thread=SimpleNamespace(warp=warp))
+            sums.accumulator = SimpleNamespace(blocks_per_head=blocks)
+            share = device.private.PrivateSums.share.__wrapped__
+            found.append(share(sums, SimpleNamespace(head_kv=head_kv), head_kv * group + in_group, m_block))
+    assert found == list(range(ctas * group * blocks * warps))
+
+
+@pytest.mark.parametrize("has_nan", [False, True])
+def test_rows_of_dk_that_are_written(device, monkeypatch, has_nan):
+    """Those of the tile's sequence, and no other sequence's; rows with a NaN among them are computed again."""
+    written, again = {}, []
+    monkeypatch.setattr(device.dkv, "rows_and_columns", lambda acc: acc)
+    epilogue = SimpleNamespace(
+        store_16_bits=lambda acc, weights, rows, is_row, *_: written.update(zip(rows, is_row, strict=True))
+    )
+    monkeypatch.setattr(device.dkv, "epilogue", epilogue)
+    monkeypatch.setattr(
+        device.dkv, "repair_gradients", SimpleNamespace(nan_rows=lambda acc, is_row: [has_nan and is_row[0], 0])
+    )
+    monkeypatch.setattr(device.arch, "sync_warp", lambda: None, raising=False)
+    kernel = SimpleNamespace(tile_n=64, at_head=lambda t, m, head, origin: part(head, origin))
+    kernel.recompute_keys = lambda tile, gradient, scale, first, *_: again.append(first)
+    inputs = SimpleNamespace(mdK=part("dk"), sources="sources", accumulator=None, scales=None, modifiers=None)
+    tile = SimpleNamespace(n_block=1, rows_k=100, head_kv=3, origin_k=7)
+    for warp, lane in itertools.product(range(4), range(0, 32, 4)):
+        region = SimpleNamespace(row_in_tile=16 * warp + lane // 4, lane=lane, lane_in_quad=0)
+        gradients = SimpleNamespace(kernel=kernel, region=region, inputs=inputs)
+        device.dkv.KeyGradients._store.__wrapped__(gradients, tile, None, inputs.mdK, 0.5, False, None)
+    assert written == {(3, 7, row): row < 100 for row in range(64, 128)}
+    assert sorted(set(again)) == ([64, 80, 96] if has_nan else [])
+
+
+@pytest.mark.parametrize("tanh_scale", [None, 3.0])
+def test_the_descale_of_a_cache_is_in_one_scale(device, tanh_scale):
+    """In that of the scores, or with a softcap in that of what is capped. Its sign comes with K."""
+    scales = object.__new__(device.scales_sm90.CacheScales)
+    scales.scores, scales.head_scale = device.online.Scores(2.0, tanh_scale), Registers((1,))
+    scales.rows = SimpleNamespace(head_kv=lambda tile: 1)
+    scales.descales = SimpleNamespace(k={(4, 1, 0): -0.5}, v={(4, 1, 0): -3.0})
+    assert scales.of_head(SimpleNamespace(origin_k=4)) == (0.5, -3.0)
+    device.scales_sm90.CacheScales.load.__wrapped__(scales, SimpleNamespace(origin_k=4))
+    assert scales.with_descale(0.5) == ((1.0, None) if tanh_scale is None else (2.0, 1.5))
+    assert scales.head_scale[0] == (1.0 if tanh_scale is None else 1.5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [BackwardConfigSm90(), BackwardConfigSm90(by_gradient=True), BackwardConfigSm90(by_gradient=True, paired=True)],
+    ids=["all gradients", "a gradient each", "pairs"],
+)
+def test_warps_add_to_places_of_their_own_in_dslopes(device, config):
+    """Each warp of each tile of keys that computes dS has a place, and there is none for another one."""
+    q, k = torch.zeros(1, 200, 2, 256), torch.zeros(1, 200, 1, 256)
+    inputs = AttentionInputs(q, k, k, modifiers=Modifiers(alibi_slopes=torch.ones(2)))
+    options = {"softmax_scale": 1.0, "mask": Mask(), "softcap": None, "deterministic": False}
+    terms = modifiers.gradients_of_terms(AttentionProblem.of(inputs, **options), config, inputs)
+    places = []
+    for n_block, rank in itertools.product(range(-(-200 // config.tile_n)), range(config.tile_blocks)):
+        for warp in range(config.consumer_warps):
+            scores = object.__new__(device.scores.BackwardScores)
+            scores.kernel, scores.region = SimpleNamespace(config=config), SimpleNamespace(warp=warp)
+            scores.first_warp = rank * config.consumer_warps
+            places.append(scores.slot(SimpleNamespace(n_block=n_block)))
+    assert places == list(range(terms.slopes.shape[-1]))
