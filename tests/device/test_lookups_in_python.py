@@ -410,18 +410,25 @@ def test_splits_that_a_packed_sequence_lacks(device, monkeypatch):
     assert written == [(-math.inf, 7 + 60 * split) for split in (3, 4)]
 
 
-class Part(tuple):
-    """A part of a tensor: its name, and the numbers that chose it."""
+class Part:
+    """A part of a tensor, which equals its place: the tensor's name, and the numbers that chose it."""
 
-    __slots__ = ()
     element_type = None
 
+    def __init__(self, *place):
+        self.place = place
+
     def __getitem__(self, index):
-        return Part((*self, *(i for i in index if i is not None)))
+        return Part(*self.place, *(i for i in index if i is not None))
 
+    def __eq__(self, other):
+        return self.place == getattr(other, "place", other)
 
-def part(*names):
-    return Part(names)
+    def __hash__(self):
+        return hash(self.place)
+
+    def __repr__(self):
+        return repr(self.place)
 
 
 def test_rows_of_dq_that_are_computed_again(device, monkeypatch):
@@ -430,12 +437,12 @@ def test_rows_of_dq_that_are_computed_again(device, monkeypatch):
     found = []
     monkeypatch.setattr(device.background, "copy_of", lambda number: number)
     repair = SimpleNamespace(recompute_dq=lambda *given: found.append(given))
-    repair.has_nan_in_row = lambda row: tuple(row)[-1] % 3 == 0
+    repair.has_nan_in_row = lambda row: row.place[-1] % 3 == 0
     monkeypatch.setattr(device.background, "repair_gradients", repair)
     rows = object.__new__(device.background.BackgroundRows)
     rows.kernel = SimpleNamespace(tile_m=tile_m, group=group)
-    rows.sources = SimpleNamespace(**{name: part(name) for name in ("q", "k", "v", "dout")})
-    rows.tensors = SimpleNamespace(dq=part("dq"))
+    rows.sources = SimpleNamespace(**{name: Part(name) for name in ("q", "k", "v", "dout")})
+    rows.tensors = SimpleNamespace(dq=Part("dq"))
     lengths = SimpleNamespace(seqused_k=[30, 40], added_k=None)
     rows.seqlens = SimpleNamespace(seqlen_q=seqlen_q, seqlen_k=50, window_left=None, window_right=0, lengths=lengths)
     rows.progress = SimpleNamespace(blocks_of_head=blocks, heads_of_entry=heads)
@@ -454,6 +461,32 @@ def test_rows_of_dq_that_are_computed_again(device, monkeypatch):
             assert stats.array[0, 0] == first
             assert geometry == (seqlen_q, lengths.seqused_k[entry], None, 0)
             assert scales == ["scores", 0.5]
+
+
+@pytest.mark.parametrize(
+    ("tile_m", "head_dim", "dq_columns", "columns"), [(64, 128, 64, 128), (128, 64, 64, 40), (64, 64, 64, 32)]
+)
+def test_pieces_of_dq_go_where_they_belong(device, monkeypatch, tile_m, head_dim, dq_columns, columns):
+    """Pieces of 16 rows lie in the order of 64 rows, part of the columns, warp, and columns of the part."""
+    width, stored = 32, []
+    monkeypatch.setattr(device.background.cute, "copy", lambda atom, s, g: stored.append(g), raising=False)
+    rows = object.__new__(device.background.BackgroundRows)
+    rows.kernel = SimpleNamespace(tile_m=tile_m, head_dim=head_dim, dq_columns=dq_columns, dtype=None)
+    tma = SimpleNamespace(atom=None, partition=lambda box, start, dtype: (start, Part(box)))
+    rows.tensors = SimpleNamespace(tma_dq=tma, dq=SimpleNamespace(shape=(1000, columns)))
+    store = device.background.BackgroundRows._store_piece.__wrapped__
+    pieces = [
+        (4 * group + warp, first // width)
+        for group in range(tile_m // 64)
+        for start in range(0, head_dim, dq_columns)
+        for warp in range(4)
+        for first in range(start, start + dq_columns, width)
+    ]
+    for number in range(len(pieces)):
+        store(rows, "a stage", 3, 5, 2 * tile_m, number)
+    first_row = 2 * tile_m // 16
+    expected = [(first_row + row, column) for row, column in pieces if column * width < columns]
+    assert stored == [((16, width), row, column, 3, 5) for row, column in expected]
 
 
 def test_a_thread_blocks_own_sums_of_dq(device, monkeypatch):
@@ -484,9 +517,9 @@ def test_rows_of_dk_that_are_written(device, monkeypatch, has_nan):
         device.dkv, "repair_gradients", SimpleNamespace(nan_rows=lambda acc, is_row: [has_nan and is_row[0], 0])
     )
     monkeypatch.setattr(device.arch, "sync_warp", lambda: None, raising=False)
-    kernel = SimpleNamespace(tile_n=64, at_head=lambda t, m, head, origin: part(head, origin))
+    kernel = SimpleNamespace(tile_n=64, at_head=lambda t, m, head, origin: Part(head, origin))
     kernel.recompute_keys = lambda tile, gradient, scale, first, *_: again.append(first)
-    inputs = SimpleNamespace(mdK=part("dk"), sources="sources", accumulator=None, scales=None, modifiers=None)
+    inputs = SimpleNamespace(mdK=Part("dk"), sources="sources", accumulator=None, scales=None, modifiers=None)
     tile = SimpleNamespace(n_block=1, rows_k=100, head_kv=3, origin_k=7)
     for warp, lane in itertools.product(range(4), range(0, 32, 4)):
         region = SimpleNamespace(row_in_tile=16 * warp + lane // 4, lane=lane, lane_in_quad=0)
@@ -528,3 +561,61 @@ def test_warps_add_to_places_of_their_own_in_dslopes(device, config):
             scores.first_warp = rank * config.consumer_warps
             places.append(scores.slot(SimpleNamespace(n_block=n_block)))
     assert places == list(range(terms.slopes.shape[-1]))
+
+
+def test_rows_of_a_thread_blocks_own_dq_that_are_computed_again(device, monkeypatch):
+    """Those of this warp in the blocks that the tile was the last to add to, for each query head of the group."""
+    found, group, tile_m, seqlen_q = [], 2, 64, 150
+    monkeypatch.setattr(device.private.repair_gradients, "recompute_dq", lambda *given: found.append(given))
+    kernel = SimpleNamespace(
+        group=group, tile_m=tile_m, at_head=lambda t, m, head, origin: Part(*t.place, head, origin)
+    )
+    kernel.is_first_and_last = lambda tile, m_block: (False, m_block != 1)
+    kernel.m_block_number = lambda accumulator, tile, head, m_block: 10 * head + m_block
+    sums = SimpleNamespace(kernel=kernel, row=16 + 3, thread=SimpleNamespace(lane=12), mdQ=Part("dq"))
+    sums.sources = SimpleNamespace(**{name: Part(name) for name in ("q", "k", "v", "dout")})
+    sums.accumulator = SimpleNamespace(stats=View(np.arange(100)[:, None]))
+    sums.scales, sums.softmax_scale = "scales", 0.5
+    tile = SimpleNamespace(head_kv=3, origin_q=5, origin_k=7, first=0, last=3)
+    tile.geometry = SimpleNamespace(seqlen_q=seqlen_q)
+    device.private.PrivateSums.recompute.__wrapped__(sums, tile)
+    queries = [*range(16, 32), *range(128 + 16, seqlen_q)]
+    assert [(dq.place[1], query) for dq, query, *_ in found] == list(itertools.product((6, 7), queries))
+    for dq, _, sources, stats, *others in found:
+        head, kv = dq.place[1:], (3, 7)
+        assert (dq, *sources) == (("dq", *head), ("q", *head), ("k", *kv), ("v", *kv), ("dout", *head))
+        assert stats.array[0, 0] == 10 * head[0]
+        assert others == [tile.geometry, "scales", 0.5]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_rows_of_out_that_are_computed_again(device, monkeypatch, is_split):
+    """Each row of the warp with its own head, reference and weight, from the keys that it sees in its split."""
+    found, tile_n = [], 16
+    monkeypatch.setattr(device.output, "broadcast", lambda value, lane: value if lane == 0 else (value, lane))
+    monkeypatch.setattr(device.output.repair_rows, "recompute_row", lambda *row, pairs: found.append(row))
+    names = "is_paged", "has_intervals", "converts"
+    kernel = SimpleNamespace(**dict.fromkeys(names, False), is_split=is_split, tile_n=tile_n)
+    kernel.at_head = kernel.keys_at_head = lambda t, m, head, origin: Part(*t.place, head, origin)
+    output = object.__new__(device.output.Output)
+
+    def find(tile, row):  # two heads of a group take turns in the rows of a tile; its last rows do not exist
+        return row // 2, 6 + row % 2, row < 60
+
+    output.kernel, output.rows = kernel, SimpleNamespace(head_kv=lambda tile: 3, find=find)
+    output.thread = SimpleNamespace(row=48)
+    sources = SimpleNamespace(**{name: Part(name) for name in "qkv"})
+    output.inputs = SimpleNamespace(sources=sources, mO=Part("out"), modifiers=None)
+    output.done_max, output.scales = ("upper", "lower"), SimpleNamespace(with_descale=lambda descale: "scales")
+    geometry = 30, 100, None, 0  # causal
+    tile = SimpleNamespace(origin_q=5, origin_k=7, origin_out=8, geometry=geometry, first=2, last=5)
+    device.output.Output._recompute.__wrapped__(output, tile, ("weight", "weight below"), None)
+    assert len(found) == 12
+    for i, (q, k, v, out, low, high, scales, row_max, weight) in enumerate(found):
+        position, head, kv = (48 + i) // 2, 6 + i % 2, (3, 7)
+        assert (q, k, v) == (("q", head, 5, position), ("k", *kv), ("v", *kv))
+        assert (out, scales) == (("out", head, 8, position), "scales")
+        end = position + 1 + 100 - 30
+        assert (low, high) == ((2 * tile_n, min(end, 5 * tile_n)) if is_split else (0, end))
+        of_row = ("upper", "weight") if i < 8 else ("lower", "weight below")
+        assert (row_max, weight) == (of_row if i % 8 == 0 else tuple((value, i % 8 * 4) for value in of_row))
