@@ -447,45 +447,45 @@ def test_rows_of_dq_that_are_computed_again(device, monkeypatch):
     rows.seqlens = SimpleNamespace(seqlen_q=seqlen_q, seqlen_k=50, window_left=None, window_right=0, lengths=lengths)
     rows.progress = SimpleNamespace(blocks_of_head=blocks, heads_of_entry=heads)
     rows.accumulator = SimpleNamespace(stats=View(np.arange(2 * heads * blocks)[:, None]))
-    rows.scores, rows.softmax_scale = "scores", 0.5
+    rows.factors, rows.softmax_scale = "factors", 0.5
     for entry, head, m_block in itertools.product(range(2), range(heads), range(blocks)):
         found.clear()
         first = (entry * heads + head) * blocks
         device.background.BackgroundRows._repair_block.__wrapped__(rows, first + m_block)
         queries = [n for n in range(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q)) if n % 3 == 0]
         assert [query for _, query, *_ in found] == queries
-        for dq, _, sources, stats, geometry, *scales in found:
+        for dq, _, sources, stats, geometry, *factors in found:
             kv = (head // group, entry)
             assert dq == ("dq", head, entry)
             assert sources == (("q", head, entry), ("k", *kv), ("v", *kv), ("dout", head, entry))
             assert stats.array[0, 0] == first
             assert geometry == (seqlen_q, lengths.seqused_k[entry], None, 0)
-            assert scales == ["scores", 0.5]
+            assert factors == ["factors", 0.5]
 
 
 @pytest.mark.parametrize(
     ("tile_m", "head_dim", "dq_columns", "columns"), [(64, 128, 64, 128), (128, 64, 64, 40), (64, 64, 64, 32)]
 )
-def test_pieces_of_dq_go_where_they_belong(device, monkeypatch, tile_m, head_dim, dq_columns, columns):
-    """Pieces of 16 rows lie in the order of 64 rows, part of the columns, warp, and columns of the part."""
+def test_boxes_of_dq_go_where_they_belong(device, monkeypatch, tile_m, head_dim, dq_columns, columns):
+    """Boxes of 16 rows lie in the order of 64 rows, part of the columns, warp, and columns of the part."""
     width, stored = 32, []
     monkeypatch.setattr(device.background.cute, "copy", lambda atom, s, g: stored.append(g), raising=False)
     rows = object.__new__(device.background.BackgroundRows)
     rows.kernel = SimpleNamespace(tile_m=tile_m, head_dim=head_dim, dq_columns=dq_columns, dtype=None)
     tma = SimpleNamespace(atom=None, partition=lambda box, start, dtype: (start, Part(box)))
     rows.tensors = SimpleNamespace(tma_dq=tma, dq=SimpleNamespace(shape=(1000, columns)))
-    store = device.background.BackgroundRows._store_piece.__wrapped__
-    pieces = [
+    store = device.background.BackgroundRows._store_box.__wrapped__
+    boxes = [
         (4 * group + warp, first // width)
         for group in range(tile_m // 64)
         for start in range(0, head_dim, dq_columns)
         for warp in range(4)
         for first in range(start, start + dq_columns, width)
     ]
-    for number in range(len(pieces)):
-        store(rows, "a stage", 3, 5, 2 * tile_m, number)
+    for number in range(len(boxes)):
+        store(rows, "an address", 3, 5, 2 * tile_m, number)
     first_row = 2 * tile_m // 16
-    expected = [(first_row + row, column) for row, column in pieces if column * width < columns]
+    expected = [(first_row + row, column) for row, column in boxes if column * width < columns]
     assert stored == [((16, width), row, column, 3, 5) for row, column in expected]
 
 
@@ -519,7 +519,7 @@ def test_rows_of_dk_that_are_written(device, monkeypatch, has_nan):
     monkeypatch.setattr(device.arch, "sync_warp", lambda: None, raising=False)
     kernel = SimpleNamespace(tile_n=64, at_head=lambda t, m, head, origin: Part(head, origin))
     kernel.recompute_keys = lambda tile, gradient, scale, first, *_: again.append(first)
-    inputs = SimpleNamespace(mdK=Part("dk"), sources="sources", accumulator=None, scales=None, modifiers=None)
+    inputs = SimpleNamespace(mdK=Part("dk"), sources="sources", accumulator=None, factors=None, modifiers=None)
     tile = SimpleNamespace(n_block=1, rows_k=100, head_kv=3, origin_k=7)
     for warp, lane in itertools.product(range(4), range(0, 32, 4)):
         region = SimpleNamespace(row_in_tile=16 * warp + lane // 4, lane=lane, lane_in_quad=0)
@@ -533,7 +533,7 @@ def test_rows_of_dk_that_are_written(device, monkeypatch, has_nan):
 def test_the_descale_of_a_cache_is_in_one_scale(device, tanh_scale):
     """In that of the scores, or with a softcap in that of what is capped. Its sign comes with K."""
     scales = object.__new__(device.scales_sm90.CacheScales)
-    scales.scores, scales.head_scale = device.online.Scores(2.0, tanh_scale), Registers((1,))
+    scales.factors, scales.head_scale = device.online.ScoreFactors(2.0, tanh_scale), Registers((1,))
     scales.rows = SimpleNamespace(head_kv=lambda tile: 1)
     scales.descales = SimpleNamespace(k={(4, 1, 0): -0.5}, v={(4, 1, 0): -3.0})
     assert scales.of_head(SimpleNamespace(origin_k=4)) == (0.5, -3.0)
@@ -575,7 +575,7 @@ def test_rows_of_a_thread_blocks_own_dq_that_are_computed_again(device, monkeypa
     sums = SimpleNamespace(kernel=kernel, row=16 + 3, thread=SimpleNamespace(lane=12), mdQ=Part("dq"))
     sums.sources = SimpleNamespace(**{name: Part(name) for name in ("q", "k", "v", "dout")})
     sums.accumulator = SimpleNamespace(stats=View(np.arange(100)[:, None]))
-    sums.scales, sums.softmax_scale = "scales", 0.5
+    sums.factors, sums.softmax_scale = "factors", 0.5
     tile = SimpleNamespace(head_kv=3, origin_q=5, origin_k=7, first=0, last=3)
     tile.geometry = SimpleNamespace(seqlen_q=seqlen_q)
     device.private.PrivateSums.recompute.__wrapped__(sums, tile)
@@ -585,7 +585,7 @@ def test_rows_of_a_thread_blocks_own_dq_that_are_computed_again(device, monkeypa
         head, kv = dq.place[1:], (3, 7)
         assert (dq, *sources) == (("dq", *head), ("q", *head), ("k", *kv), ("v", *kv), ("dout", *head))
         assert stats.array[0, 0] == 10 * head[0]
-        assert others == [tile.geometry, "scales", 0.5]
+        assert others == [tile.geometry, "factors", 0.5]
 
 
 @pytest.mark.parametrize("is_split", [False, True])
@@ -606,15 +606,15 @@ def test_rows_of_out_that_are_computed_again(device, monkeypatch, is_split):
     output.thread = SimpleNamespace(row=48)
     sources = SimpleNamespace(**{name: Part(name) for name in "qkv"})
     output.inputs = SimpleNamespace(sources=sources, mO=Part("out"), modifiers=None)
-    output.done_max, output.scales = ("upper", "lower"), SimpleNamespace(with_descale=lambda descale: "scales")
+    output.done_max, output.scales = ("upper", "lower"), SimpleNamespace(with_descale=lambda descale: "factors")
     geometry = 30, 100, None, 0  # causal
     tile = SimpleNamespace(origin_q=5, origin_k=7, origin_out=8, geometry=geometry, first=2, last=5)
     device.output.Output._recompute.__wrapped__(output, tile, ("weight", "weight below"), None)
     assert len(found) == 12
-    for i, (q, k, v, out, low, high, scales, row_max, weight) in enumerate(found):
+    for i, (q, k, v, out, low, high, factors, row_max, weight) in enumerate(found):
         position, head, kv = (48 + i) // 2, 6 + i % 2, (3, 7)
         assert (q, k, v) == (("q", head, 5, position), ("k", *kv), ("v", *kv))
-        assert (out, scales) == (("out", head, 8, position), "scales")
+        assert (out, factors) == (("out", head, 8, position), "factors")
         end = position + 1 + 100 - 30
         assert (low, high) == ((2 * tile_n, min(end, 5 * tile_n)) if is_split else (0, end))
         of_row = ("upper", "weight") if i < 8 else ("lower", "weight below")
