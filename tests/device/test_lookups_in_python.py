@@ -112,6 +112,8 @@ def device(monkeypatch):
         "output": "sm90.forward.output",
         "scales_sm90": "sm90.forward.scales",
         "background": "sm90.backward.rows",
+        "atomic": "sm90.backward.dq_atomic",
+        "wide": "sm90.backward.wide",
         "private": "sm90.backward.dq_private",
         "dkv": "sm90.backward.dkv",
         "scores": "sm90.backward.scores",
@@ -487,6 +489,74 @@ def test_boxes_of_dq_go_where_they_belong(device, monkeypatch, tile_m, head_dim,
     first_row = 2 * tile_m // 16
     expected = [(first_row + row, column) for row, column in boxes if column * width < columns]
     assert stored == [((16, width), row, column, 3, 5) for row, column in expected]
+
+
+@pytest.mark.parametrize(
+    ("tile_m", "head_dim", "by_gradient"), [(128, 64, False), (64, 128, False), (64, 72, False), (64, 192, True)]
+)
+def test_sums_of_dq_are_read_as_they_were_added(device, monkeypatch, tile_m, head_dim, by_gradient):
+    """What a consumer warp adds for a row and a column, the postprocess finds there; columns past head_dim are left."""
+    q = torch.zeros(1, 200, 1, head_dim, dtype=torch.bfloat16)
+    options = {"softmax_scale": 1.0, "mask": Mask(), "softcap": None, "deterministic": False}
+    problem = AttentionProblem.of(AttentionInputs(q, q, q), **options)
+    config = BackwardConfigSm90(tile_m=tile_m, by_gradient=by_gradient)
+    columns, by_rows = config.dq_columns(problem), tile_m > 64
+    kernel = SimpleNamespace(config=config, dq_columns=columns, is_dq_by_rows=by_rows, true_head_dim=head_dim)
+    kernel.num_pieces = config.head_dims(problem)[0] // columns
+    added, found = {}, {}
+
+    def row_and_column(lane, i):
+        """Those of a lane's i-th value in the 16 rows of a warp."""
+        return lane // 4 + 8 * (i // 2 % 2), i // 4 * 8 + 2 * (lane % 4) + i % 2
+
+    for name, stand_in in {"LANES": 32, "Int64": int}.items():
+        monkeypatch.setattr(device.atomic, name, stand_in)
+    kind = device.wide.PieceSums if by_gradient else device.atomic.AtomicSums
+    for part, warp, lane in itertools.product(range(kernel.num_pieces if by_gradient else 2), range(4), range(32)):
+        first_row, first_column = 16 * warp + 64 * (part if by_rows else 0), 0 if by_rows else part * columns
+
+        def add(place, values, lane=lane, first_row=first_row, first_column=first_column):
+            for c, i in enumerate(values):
+                row, column = row_and_column(lane, i)
+                added[place + c] = first_row + row, first_column + column
+
+        monkeypatch.setattr(device.atomic, "add_to_global", add)
+        thread = SimpleNamespace(wg=part, warp=warp if by_gradient else 4 * part + warp, lane=lane)
+        accumulator = SimpleNamespace(dq=SimpleNamespace(iterator=0))
+        sums = SimpleNamespace(kernel=kernel, thread=thread, accumulator=accumulator)
+        sums.address = functools.partial(device.atomic.AtomicSums.address, sums)
+        sums.column_blocks = functools.partial(kind.column_blocks, sums)
+        share = kind.share_of_piece(sums, 0, part) if by_gradient else thread.warp
+        device.atomic.AtomicSums.add_share.__wrapped__(sums, Values(np.arange(columns // 2)), share)
+
+    postprocess = device.rows.Postprocess(problem, config)
+    postprocess.rows_of_block = lambda *_: device.rows.BlockRows(0, 1000, 0, 0)
+    stand_ins = {
+        "make_tensor": lambda place, _: place,
+        "make_layout": lambda *_, **__: None,
+        "flat_divide": lambda *_: Part(),
+        "make_rmem_tensor": lambda *_: SimpleNamespace(iterator=0, fill=lambda _: None),
+        "autovec_copy": lambda vector, first: found.update({first: vector.place[0]}),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(device.rows.cute, name, stand_in, raising=False)
+    names = {"LANES": 32, "exit_if": lambda _: None, "epilogue": SimpleNamespace(store_runs=lambda *_: None)}
+    for name, stand_in in names.items():
+        monkeypatch.setattr(device.rows, name, stand_in)
+    monkeypatch.setattr(device.arch, "grid_dim", lambda: (tile_m // 64, 1, 1), raising=False)
+    mdq, lengths = Values(np.zeros((1000, 1, 1, 1))), SimpleNamespace(cu_seqlens_q=None)
+    for group, thread in itertools.product(range(tile_m // 64), range(128)):
+        monkeypatch.setattr(device.rows, "last_first", lambda group=group: (group, 0, 0))
+        monkeypatch.setattr(device.arch, "thread_idx", lambda thread=thread: (thread, 0, 0))
+        found.clear()
+        device.rows.Postprocess.kernel.__wrapped__(postprocess, Part("sums"), mdq, lengths, 1.0, None)
+        for first, vector in found.items():
+            for c in range(4):
+                row, column = row_and_column(thread % 32, first + c)
+                is_there = column < -(-head_dim // 8) * 8
+                place = (64 * group + thread // 32 * 16 + row, column) if is_there else None
+                assert added.pop(4 * vector + c, None) == place
+    assert not added
 
 
 def test_a_thread_blocks_own_sums_of_dq(device, monkeypatch):
