@@ -50,6 +50,7 @@ class CommonOptions(TypedDict, total=False):
     softmax_scale: float | None
     seqstart_k: Tensor | None
     key_ranges: Tensor | None
+    query_ranges: Tensor | None
     q_positions: Tensor | None
     alibi_slopes: Tensor | None
     bias: Tensor | None
@@ -102,9 +103,9 @@ def _call(
     """
     launched, key = inputs, None
     tensors: Sequence[Any] = inputs
-    start, ranges, positions, slopes, bias = modifiers
-    if not start is ranges is positions is slopes is bias is None:
-        taken = Modifiers(start, ranges, positions, in_float32(slopes), bias)
+    start, ranges, positions, slopes, bias, query_ranges = modifiers
+    if not start is ranges is positions is slopes is bias is query_ranges is None:
+        taken = Modifiers(start, ranges, positions, in_float32(slopes), bias, query_ranges)
         tensors = (*inputs, *taken)
         inputs = launched = inputs._replace(modifiers=taken)
     if not isinstance(inputs.q, QuantizedQKV):
@@ -198,6 +199,7 @@ def attention(
     seqused_k: Tensor | None = None,
     seqstart_k: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    query_ranges: Tensor | None = None,
     q_positions: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -244,6 +246,8 @@ def attention(
             the last key.
         key_ranges: (batch or 1, num_heads_q or 1, seqlen_q, 2) int32 on q's device: query i sees keys
             lo <= j < hi among the keys that all other arguments leave.
+        query_ranges: (batch or 1, num_heads_q or 1, seqlen_k, 2) int32 on q's device: key j is seen by the queries
+            lo <= i < hi, rows of q, among those that all other arguments leave.
         q_positions: (batch or 1, seqlen_q) int32 on q's device: where each query stands among the keys, instead of
             i + seqlen_k - seqlen_q. causal, window, seqstart_k and alibi_slopes count from it, and it is the number of
             a query's row in bias and for dropout. It may be any number; beyond the rows of bias the nearest one counts.
@@ -283,7 +287,7 @@ def attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, dropout_p, deterministic, return_lse, tuning, precision, backend
-    modifiers = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
+    modifiers = seqstart_k, key_ranges, q_positions, alibi_slopes, bias, query_ranges
     # validation checks their types
     inputs = AttentionInputs(q, k, v, sinks, None, None, seqused_k)  # type: ignore[arg-type]
     return _call("attention", inputs, None, window, options, modifiers)
@@ -340,6 +344,7 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     seqstart_k: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    query_ranges: Tensor | None = None,
     q_positions: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -363,6 +368,7 @@ def attention_varlen(
         seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist, and masks are aligned to them.
         seqstart_k, alibi_slopes, dropout_p: as for `attention`; keys count from the first key of their sequence.
         key_ranges: (num_heads_q or 1, total_q, 2) int32. q_positions: (total_q,) int32.
+        query_ranges: (num_heads_q or 1, total_k, 2) int32; queries count from the first query of their sequence.
         bias: (num_heads_q or 1, total_q or 1, columns): column j belongs to key j of each sequence. There are at least
             as many columns as the longest sequence has keys, or 1 for all keys. With q_positions
             (num_heads_q or 1, positions, columns).
@@ -382,7 +388,7 @@ def attention_varlen(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, dropout_p, deterministic, return_lse, tuning, precision, backend
-    modifiers = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
+    modifiers = seqstart_k, key_ranges, q_positions, alibi_slopes, bias, query_ranges
     # validation checks their types
     inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)  # type: ignore[arg-type]
     return _call("attention_varlen", inputs, (max_seqlen_q, max_seqlen_k), window, options, modifiers)

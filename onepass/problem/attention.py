@@ -93,6 +93,7 @@ class Modifiers(NamedTuple):
     q_positions: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    query_ranges: torch.Tensor | None = None
     dropout_state: torch.Tensor | None = None
 
 
@@ -109,6 +110,7 @@ def modifier_flags(modifiers: Modifiers | None) -> dict[str, Any]:
         "has_q_positions": modifiers.q_positions is not None,
         "has_alibi": modifiers.alibi_slopes is not None,
         "bias_dtype": None if modifiers.bias is None else modifiers.bias.dtype,
+        "has_query_ranges": modifiers.query_ranges is not None,
     }
 
 
@@ -163,6 +165,8 @@ class AttentionProblem:
     has_q_positions: bool = False
     has_alibi: bool = False
     bias_dtype: torch.dtype | None = None  # with a bias
+    has_query_ranges: bool = False
+    query_ranges_of_positions: bool = False  # they count positions of queries instead of rows of q
     dropout_p: float = 0.0
     constant_slopes: bool = False  # the backward does not compute the gradient of alibi_slopes
     constant_bias: bool = False  # the backward does not compute the gradient of a bias
@@ -270,6 +274,7 @@ class AttentionProblem:
         names = {
             "seqstart_k": self.has_seqstart_k,
             "key_ranges": self.has_key_ranges,
+            "query_ranges": self.has_query_ranges,
             "q_positions": self.has_q_positions,
             "alibi_slopes": self.has_alibi,
             "bias": self.has_bias,
@@ -280,7 +285,7 @@ class AttentionProblem:
     @property
     def has_row_ranges(self) -> bool:
         """Whether the keys that a query sees are not an interval around i + seqlen_k - seqlen_q."""
-        return self.has_key_ranges or self.has_q_positions
+        return self.has_key_ranges or self.has_query_ranges or self.has_q_positions
 
     @property
     def has_intervals(self) -> bool:

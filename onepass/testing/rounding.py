@@ -19,6 +19,8 @@ PAIR_OPTIONS = (  # of `reference.pairs_of`
     "seqused_k",
     "seqstart_k",
     "key_ranges",
+    "query_ranges",
+    "query_ranges_of_positions",
     "q_positions",
     "dropout_p",
     "dropout_state",

@@ -172,7 +172,7 @@ def check_attention(
         num_keys = k.shape[1]
     checked = checked_options(q, **options)
     dropout_p = check_dropout(dropout_p)
-    modifiers = check_modifiers(q, num_keys, cu_seqlens_q, given, k.shape[-3] > 0) if given else None
+    modifiers = check_modifiers(q, num_keys, cu_seqlens_q, given, k.shape[-3]) if given else None
     if precision is not None:
         check_precision(precision, q)
     inputs = AttentionInputs(q, k, v, options.get("sinks"), cu_seqlens_q, cu_seqlens_k, seqused_k, modifiers)
