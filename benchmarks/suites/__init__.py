@@ -6,7 +6,7 @@ forward_sm90.py      the Hopper forward              decode.py         attention
 float32.py           the Hopper forward in float32   decode_packed.py  attention_decode of packed queries
 fp8.py               the Hopper forward in FP8       decode_e4m3.py    attention_decode over e4m3 caches
 backward_sm90.py     the Hopper backward             quantize.py       quantize_fp8
-backward_options.py  the Hopper backward with GQA,   call_cost.py      CPU time of a call
+options.py           the Hopper kernels with GQA,    call_cost.py      CPU time of a call
                      packed sequences, options       engine.py         a serving loop with continuous batching
 sm80.py              the Ampere kernels              models.py         whole models: generation, training, diffusion
 modifiers.py         what ranges, ALiBi, a bias,     vllm.py           vLLM with onepass and with its own attention
@@ -17,7 +17,7 @@ context_parallel_cases.py, context_parallel_contenders.py  the cases and the con
 """
 
 NAMES = (
-    "forward_sm90", "float32", "fp8", "backward_sm90", "backward_options", "sm80", "modifiers",
+    "forward_sm90", "float32", "fp8", "backward_sm90", "options", "sm80", "modifiers",
     "decode", "decode_packed", "decode_e4m3", "quantize",
     "call_cost", "engine", "models", "vllm", "context_parallel",
 )  # fmt: skip

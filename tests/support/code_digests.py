@@ -95,15 +95,14 @@ def _backward_sm90() -> Iterator[tuple[str, Request]]:
         "128 window softcap fp16": problem(128, 128, 4096, mask=WINDOW, softcap=20.0, dtype=FP16),
         "128 GQA": problem(128, 128, 4096, num_heads_kv=1),
     }
+    whole = "128 full", "128 packed seqused", "256 causal"  # the cases that stand for kernels of query rows, too
     for name, one in asked.items():
-        config = heuristics.backward_config_sm90(one)
-        for step, (_, _, arch, trace) in zip(
-            ("preprocess", "main", "postprocess"), backward_sm90.compile_requests(one, False, config), strict=False
-        ):
-            if step == "main" or name in ("128 causal", "128 packed seqused", "256 causal"):
-                yield f"sm90 backward {name} {step}", (arch, trace)
-    _, _, arch, trace = backward_sm90.compile_requests(asked["128 causal"], True)[0]
-    yield "sm90 backward 128 causal preprocess with dlse", (arch, trace)
+        for kernel, _, arch, trace in backward_sm90.compile_requests(one, False, heuristics.backward_config_sm90(one)):
+            if kernel == "backward" or name in whole:
+                yield f"sm90 {kernel.replace('_', ' ')} {name}", (arch, trace)
+    for name in ("128 causal", "128 full"):  # in the main kernel, and in one before it
+        kernel, _, arch, trace = backward_sm90.compile_requests(asked[name], True)[0]
+        yield f"sm90 {kernel.replace('_', ' ')} {name} with dlse", (arch, trace)
 
 
 def _ampere() -> Iterator[tuple[str, Request]]:

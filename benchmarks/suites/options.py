@@ -1,12 +1,13 @@
-"""The Hopper backward beyond the paper's grid: query heads in groups, packed sequences, windows, head dims, options.
+"""The Hopper kernels beyond the paper's grid: query heads in groups, packed sequences, windows, head dims, options.
 
-    python -m benchmarks backward_options                      # all cases, compared with FlashAttention-4
-    python -m benchmarks backward_options --cases packed,GQA      # cases whose names have one of the words
+    python -m benchmarks options                                # all cases, compared with FlashAttention-4
+    python -m benchmarks options --cases packed,GQA             # cases whose labels have one of the words
+    python -m benchmarks options --cases fwd                    # the forward alone; bwd: the backward
 
-The backward pass alone is timed, as in backward_sm90.py; contenders take turns. A case with sinks or a softcap is
+The forward and the backward pass are timed separately; contenders take turns. A case with sinks or a softcap is
 compared with onepass without this option ("plain"), all others with FlashAttention-4. Cases have 16k tokens of
 hidden size 2048, except for packed ones, whose lengths are drawn log-uniformly from 128 to 8192 until they sum to 32k.
-Every contender's gradients are compared with those of the first one. The results go to --out as JSON.
+Every contender's out or gradients are compared with those of the first one. The results go to --out as JSON.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ TOLERANCE = 0.05  # of the rough comparison with the first contender
 
 
 class OptionCase(NamedTuple):
-    """One case: self-attention of `batch` sequences, or of packed ones."""
+    """One pass, "fwd" or "bwd", of one case: self-attention of sequences of one length, or of packed ones."""
 
+    direction: str
     name: str
     heads: tuple[int, int]  # query, kv
     head_dims: tuple[int, int]  # of q and k, of v
@@ -59,16 +61,16 @@ class OptionCase(NamedTuple):
         mask += f" window {self.window[0]},{self.window[1]}" if self.window else ""
         lengths = f"{len(self.lengths)} packed" if self.is_packed else f"s{self.lengths[0]}"
         dims = f"d{d}" if d == dv else f"d{d}/{dv}"
-        return f"{self.name}: {dims} h{self.heads[0]}/{self.heads[1]} {lengths}{mask}"
+        return f"{self.direction} {self.name}: {dims} h{self.heads[0]}/{self.heads[1]} {lengths}{mask}"
 
     @property
     def flops(self) -> int:
-        """Five GEMMs of all visible pairs."""
+        """Two GEMMs of all visible pairs in the forward, five in the backward."""
         left, right = self.window or (None, None)
         right = 0 if self.causal else right
         pairs = sum(count_visible_pairs(n, n, left, right) for n in self.lengths)
         d, dv = self.head_dims
-        return 2 * pairs * self.heads[0] * (3 * d + 2 * dv)
+        return 2 * pairs * self.heads[0] * (d + dv if self.direction == "fwd" else 3 * d + 2 * dv)
 
     @property
     def has_peer(self) -> bool:
@@ -89,21 +91,23 @@ def _equal(seqlen: int) -> tuple[int, ...]:
 
 
 def cases() -> list[OptionCase]:
-    found = []
+    found: list[OptionCase] = []
+
+    def add(name: str, heads: tuple[int, int], head_dims: tuple[int, int], lengths: tuple[int, ...], **options: Any):
+        found.extend(OptionCase(direction, name, heads, head_dims, lengths, **options) for direction in ("fwd", "bwd"))
+
     for d, group, seqlen in itertools.product((64, 128), (4, 8), (2048, 4096, 8192, 16384)):
-        heads = HIDDEN // d, HIDDEN // d // group
-        found.append(OptionCase(f"GQA {group}", heads, (d, d), _equal(seqlen), causal=True))
+        add(f"GQA {group}", (HIDDEN // d, HIDDEN // d // group), (d, d), _equal(seqlen), causal=True)
     for d, causal in itertools.product((64, 128), (False, True)):
-        heads = HIDDEN // d, HIDDEN // d
-        found.append(OptionCase("packed", heads, (d, d), packed_lengths(), causal))
+        add("packed", (HIDDEN // d, HIDDEN // d), (d, d), packed_lengths(), causal=causal)
     for d in (64, 128, 256):
-        heads = HIDDEN // d, HIDDEN // d
-        found.append(OptionCase("window", heads, (d, d), _equal(16384), causal=True, window=(1023, 0)))
+        add("window", (HIDDEN // d, HIDDEN // d), (d, d), _equal(16384), causal=True, window=(1023, 0))
     for (d, dv), seqlen, causal in itertools.product(((96, 96), (192, 128)), (2048, 8192), (False, True)):
-        found.append(OptionCase("head dims", (16, 16), (d, dv), _equal(seqlen), causal))
+        add("head dims", (16, 16), (d, dv), _equal(seqlen), causal=causal)
     for d, seqlen in itertools.product((64, 128), (2048, 8192)):
-        plain = OptionCase("sinks", (HIDDEN // d, HIDDEN // d), (d, d), _equal(seqlen), causal=True)
-        found += [plain._replace(has_sinks=True), plain._replace(name="softcap", softcap=30.0)]
+        heads = HIDDEN // d, HIDDEN // d
+        add("sinks", heads, (d, d), _equal(seqlen), causal=True, has_sinks=True)
+        add("softcap", heads, (d, d), _equal(seqlen), causal=True, softcap=30.0)
     return found
 
 
@@ -159,6 +163,17 @@ def attend_fa4(case: OptionCase, t: Tensors) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
+def forward_of(attend: Callable[[OptionCase, Tensors], Tensor], case: OptionCase, t: Tensors) -> Callable[[], Any]:
+    """Returns: a function that runs the forward without gradients and returns (out,)."""
+    t = t._replace(**{name: x.detach() for name, x in t._asdict().items() if x is not None})
+
+    def run() -> tuple[Tensor]:
+        with torch.no_grad():
+            return (attend(case, t),)
+
+    return run
+
+
 def backward_of(attend: Callable[[OptionCase, Tensors], Tensor], case: OptionCase, t: Tensors) -> Callable[[], Any]:
     """Run a forward. Returns: a function that runs its backward pass."""
     out = attend(case, t)
@@ -167,15 +182,16 @@ def backward_of(attend: Callable[[OptionCase, Tensors], Tensor], case: OptionCas
 
 
 def contenders(case: OptionCase, t: Tensors) -> dict[str, Callable[[], Any]]:
-    """The backward passes that are timed, by name. What a peer refuses is printed."""
+    """The passes that are timed, by name. What a peer refuses is printed."""
+    pass_of = forward_of if case.direction == "fwd" else backward_of
     plain = case._replace(softcap=None, has_sinks=False)
     others: dict[str, tuple] = {"plain": (attend_onepass, plain, t._replace(sinks=None))}
     if case.has_peer:
         others = {"fa4": (attend_fa4, case, t)}
-    found = {"onepass": backward_of(attend_onepass, case, t)}
+    found = {"onepass": pass_of(attend_onepass, case, t)}
     for name, (attend, what, tensors) in others.items():
         try:
-            found[name] = backward_of(attend, what, tensors)
+            found[name] = pass_of(attend, what, tensors)
             found[name]()
         except Exception as error:
             found.pop(name, None)
@@ -187,9 +203,10 @@ def measure(case: OptionCase, args: Args, report: Report) -> None:
     """Time a case and add its row."""
     tensors = make_tensors(case)
     calls = contenders(case, tensors)
-    gradients = {name: dict(zip(("dq", "dk", "dv"), call()[:3], strict=True)) for name, call in calls.items()}
-    first = gradients["onepass"]
-    errors = {name: max_relative_error(found, first) for name, found in gradients.items() if name != "plain"}
+    names = ("out",) if case.direction == "fwd" else ("dq", "dk", "dv")
+    results = {name: dict(zip(names, call()[: len(names)], strict=True)) for name, call in calls.items()}
+    first = results["onepass"]
+    errors = {name: max_relative_error(found, first) for name, found in results.items() if name != "plain"}
     times = grid.time_in_turns(calls, args, seed=len(case.lengths))
     ms = {name: statistics.median(found) for name, found in times.items()}
     other = next((name for name in ms if name != "onepass"), None)
@@ -217,17 +234,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def start(args: Args, parser: argparse.ArgumentParser) -> dict[str, Any]:
     args.chosen = chosen(cases(), args.cases, any, parser)
-    onepass.warmup([arguments_of(case, make_tensors(case, "meta")) for case in args.chosen], gradients=True)
-    return describe(DEVICE) | {"suite": "backward_options"}
+    for direction in ("fwd", "bwd"):
+        calls = [arguments_of(c, make_tensors(c, "meta")) for c in args.chosen if c.direction == direction]
+        onepass.warmup(calls, gradients=direction == "bwd")
+    return describe(DEVICE) | {"suite": "options"}
 
 
 SUITE = Suite(
-    "backward_options",
+    "options",
     __doc__,
     add_options,
     start,
     lambda args: args.chosen,
     measure,
     is_wrong=lambda row: row["disagrees"],
-    out="backward_options.json",
+    out="options.json",
 )
