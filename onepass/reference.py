@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .geometry import philox
 from .problem import Mask
+from .validation.block_mask import BlockMask
 
 
 class Reference(NamedTuple):
@@ -44,6 +45,7 @@ def attention(
     key_ranges: Tensor | None = None,
     query_ranges: Tensor | None = None,
     query_ranges_of_positions: bool = False,
+    block_mask: BlockMask | None = None,
     q_positions: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -84,6 +86,7 @@ def attention(
         key_ranges=key_ranges,
         query_ranges=query_ranges,
         query_ranges_of_positions=query_ranges_of_positions,
+        block_mask=block_mask,
         q_positions=q_positions,
         alibi_slopes=alibi_slopes,
         bias=bias,
@@ -140,6 +143,7 @@ def pairs_of(
     key_ranges: Tensor | None = None,
     query_ranges: Tensor | None = None,
     query_ranges_of_positions: bool = False,
+    block_mask: BlockMask | None = None,
     q_positions: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -158,6 +162,16 @@ def pairs_of(
         low, high = query_ranges[..., None, :, 0], query_ranges[..., None, :, 1]
         i = position if query_ranges_of_positions else torch.arange(seqlen_q, device=device)[:, None]
         visible = visible & (low <= i) & (i < high)
+    if block_mask is not None:
+        kinds, (q_block, kv_block) = block_mask.kinds, block_mask.block_size
+        seen = (kinds != 0).repeat_interleave(q_block, 2).repeat_interleave(kv_block, 3)[:, :, :seqlen_q, :seqlen_k]
+        visible = visible & seen.repeat_interleave(num_heads_q // seen.shape[1] if seen.shape[1] > 1 else 1, 1)
+        if block_mask.key_ranges is not None:
+            low, high = block_mask.key_ranges.unbind(-1)
+            visible = visible & (low[..., None] <= j) & (j < high[..., None])
+        if block_mask.query_ranges is not None:
+            i, (low, high) = torch.arange(seqlen_q, device=device)[:, None], block_mask.query_ranges.unbind(-1)
+            visible = visible & (low[..., None, :] <= i) & (i < high[..., None, :])
     distance = (position - j).abs()
     terms, dtype = None, torch.promote_types(q.dtype, torch.float32)
     if alibi_slopes is not None:
@@ -266,6 +280,7 @@ def of_sequence(options: dict, b: int, rows: slice, keys: slice) -> dict:
         "seqstart_k": lambda t: t[b : b + 1],
         "key_ranges": lambda t: t[None, :, rows],
         "query_ranges": lambda t: t[None, :, keys],
+        "block_mask": lambda mask: mask if len(mask.kinds) == 1 else BlockMask(mask.kinds[b : b + 1], mask.block_size),
         "q_positions": lambda t: t[None, rows],
         "alibi_slopes": lambda t: t[b : b + 1] if t.dim() == 2 else t,
         "bias": lambda t: t[None, :, own_rows if t.shape[1] > 1 else slice(None), : keys.stop - keys.start],

@@ -21,7 +21,7 @@ from ..errors import UnsupportedError
 from ..geometry.visible_pairs import visible_pairs
 from ..kernels.config import LaunchConfig
 from ..namespace import OPERATORS, qualified
-from ..problem import AttentionInputs, AttentionProblem, Mask, Modifiers, Quantization
+from ..problem import AttentionInputs, AttentionProblem, Blocks, Mask, Modifiers, Quantization
 from ..problem.arguments import TENSORS
 from ..problem.outputs import empty_gradients, empty_outputs
 from . import schema
@@ -51,7 +51,8 @@ INPUTS, OPTIONS = schema.arguments(AttentionInputs, NUM_INPUTS), schema.argument
 _FIRST_MODIFIERS = tuple(name for name in Modifiers._fields if name not in schema.LATER)
 _NUM_TENSORS = NUM_INPUTS + len(_FIRST_MODIFIERS)
 _NUM_ARGUMENTS = _NUM_TENSORS + 1 + NUM_OPTIONS
-_MODIFIED = f"{INPUTS}, {schema.tensors(_FIRST_MODIFIERS)}, float dropout_p, {OPTIONS}, {schema.tensors(schema.LATER)}"
+_LATER = f"{schema.tensors(schema.LATER)}, Tensor? block_kinds=None, SymInt q_block=0, SymInt kv_block=0"
+_MODIFIED = f"{INPUTS}, {schema.tensors(_FIRST_MODIFIERS)}, float dropout_p, {OPTIONS}, {_LATER}"
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 _RESULTS = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
 _GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dsinks"
@@ -111,6 +112,8 @@ def arguments_of(inputs: AttentionInputs, problem: AttentionProblem, options: Op
     if inputs.modifiers is None:
         return (*inputs[:NUM_INPUTS], *options)
     first, later = schema.split(inputs.modifiers._asdict())
+    if inputs.blocks is not None:
+        later = [inputs.modifiers.query_ranges, inputs.blocks.kinds, *inputs.blocks.size]
     return (*inputs[:NUM_INPUTS], *first, problem.dropout_p, *options, *later)
 
 
@@ -120,8 +123,11 @@ def _unpacked(args: tuple) -> tuple[AttentionInputs, AttentionProblem, Options]:
         inputs, options = AttentionInputs(*args[:NUM_INPUTS]), Options(*args[NUM_INPUTS:])
         return inputs, problem_of(inputs, options), options
     dropout_p, *given = args[_NUM_TENSORS:_NUM_ARGUMENTS]
-    modifiers = schema.joined(_FIRST_MODIFIERS, args[NUM_INPUTS:_NUM_TENSORS], args[_NUM_ARGUMENTS:])
-    inputs, options = AttentionInputs._make((*args[:NUM_INPUTS], Modifiers(**modifiers), None)), Options(*given)
+    later, kinds, size = args[_NUM_ARGUMENTS:][:1], args[_NUM_ARGUMENTS + 1 :][:1], args[_NUM_ARGUMENTS + 2 :]
+    modifiers = schema.joined(_FIRST_MODIFIERS, args[NUM_INPUTS:_NUM_TENSORS], later)
+    blocks = Blocks(kinds[0], size) if size and kinds[0] is not None else None
+    inputs = AttentionInputs._make((*args[:NUM_INPUTS], Modifiers(**modifiers), None, blocks))
+    options = Options(*given)
     return inputs, problem_of(inputs, options, dropout_p=dropout_p), options
 
 
@@ -199,7 +205,8 @@ def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> Non
     ctx.set_materialize_grads(False)
     has_modifiers = len(inputs) > NUM_INPUTS + NUM_OPTIONS
     count = _NUM_TENSORS if has_modifiers else NUM_INPUTS
-    ctx.options, later = inputs[count:_NUM_ARGUMENTS], inputs[_NUM_ARGUMENTS:]
+    ctx.options = inputs[count:_NUM_ARGUMENTS]
+    later, ctx.block_size = inputs[_NUM_ARGUMENTS:][:2], inputs[_NUM_ARGUMENTS + 2 :]
     ctx.num_later = len(later)
     ctx.save_for_backward(*output, *inputs[:count], *later)
     if has_modifiers:
@@ -208,7 +215,7 @@ def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> Non
 
 def autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     out, lse, *tensors = ctx.saved_tensors
-    gradients: list[Tensor | None] = [None] * (len(tensors) + len(ctx.options))
+    gradients: list[Tensor | None] = [None] * (len(tensors) + len(ctx.options) + len(ctx.block_size))
     first = len(tensors) - ctx.num_later
     tensors, later = tensors[:first], tensors[first:]
     if dout is None and dlse is None:
@@ -220,7 +227,7 @@ def autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
         gradients[:4] = found if tensors[3] is not None else (*found[:3], None)
         return tuple(gradients)
     run = _modified_backward if goes_directly else OPERATORS.attention_modified_backward
-    found = run(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options, *later)
+    found = run(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options, *later, *ctx.block_size)
     for place, gradient, is_constant in zip(_PLACES, found, (False,) * 4 + ctx.constant, strict=True):
         if tensors[place] is not None and not is_constant:
             gradients[place] = gradient

@@ -114,12 +114,28 @@ def modifier_flags(modifiers: Modifiers | None) -> dict[str, Any]:
     }
 
 
+EMPTY = 0  # the kind of a block of which no query sees a key
+
+
+class Blocks(NamedTuple):
+    """The blocks of a `onepass.BlockMask`.
+
+    Attributes:
+        kinds: (batch or 1, num_heads_q or 1, blocks of queries, blocks of keys) int8, not 0 where queries see keys.
+        size: queries and keys of a block.
+    """
+
+    kinds: torch.Tensor
+    size: tuple[int, int]
+
+
 class AttentionInputs(NamedTuple):
     """The tensors of one call, which an `AttentionProblem` does not hold.
 
     Attributes:
         modifiers: None: the call has none.
         descales: of q, k and v in e4m3; None: they are not quantized.
+        blocks: None: the call has no block_mask. A call that has one has modifiers, though they may be all None.
     """
 
     q: torch.Tensor
@@ -131,6 +147,7 @@ class AttentionInputs(NamedTuple):
     seqused_k: torch.Tensor | None = None
     modifiers: Modifiers | None = None
     descales: Descales | None = None
+    blocks: Blocks | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +184,7 @@ class AttentionProblem:
     bias_dtype: torch.dtype | None = None  # with a bias
     has_query_ranges: bool = False
     query_ranges_of_positions: bool = False  # they count positions of queries instead of rows of q
+    block_size: tuple[int, int] | None = None  # with a block_mask
     dropout_p: float = 0.0
     constant_slopes: bool = False  # the backward does not compute the gradient of alibi_slopes
     constant_bias: bool = False  # the backward does not compute the gradient of a bias
@@ -226,6 +244,7 @@ class AttentionProblem:
             deterministic=deterministic,
             quantization=quantization,
             dropout_p=dropout_p,
+            block_size=None if inputs.blocks is None else inputs.blocks.size,
             **modifier_flags(inputs.modifiers),
         )
 
@@ -275,6 +294,7 @@ class AttentionProblem:
             "seqstart_k": self.has_seqstart_k,
             "key_ranges": self.has_key_ranges,
             "query_ranges": self.has_query_ranges,
+            "block_mask": self.block_size is not None,
             "q_positions": self.has_q_positions,
             "alibi_slopes": self.has_alibi,
             "bias": self.has_bias,
@@ -285,7 +305,7 @@ class AttentionProblem:
     @property
     def has_row_ranges(self) -> bool:
         """Whether the keys that a query sees are not an interval around i + seqlen_k - seqlen_q."""
-        return self.has_key_ranges or self.has_query_ranges or self.has_q_positions
+        return self.has_key_ranges or self.has_query_ranges or self.has_q_positions or self.block_size is not None
 
     @property
     def has_intervals(self) -> bool:

@@ -21,6 +21,7 @@ PAIR_OPTIONS = (  # of `reference.pairs_of`
     "key_ranges",
     "query_ranges",
     "query_ranges_of_positions",
+    "block_mask",
     "q_positions",
     "dropout_p",
     "dropout_state",

@@ -2,6 +2,7 @@
 
 key_ranges, q_positions     the keys that each query sees: one interval per query, [low, high)
 query_ranges                the queries that see each key: one interval per key
+block_mask                  blocks of queries and keys of which no query sees a key
 alibi_slopes, bias          terms that are added to scores, after the softcap
 dropout                     probabilities that are left out of the product with V
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..geometry import philox
 from ..geometry.block_range import tiles
 from ..problem import AttentionInputs, AttentionProblem
-from ..problem.attention import NO_MODIFIERS
+from ..problem.attention import EMPTY, NO_MODIFIERS
 from .mask import Range, TilePairs
 from .scratch import Scratch
 from .sequences import HeadGroup, Sequences
@@ -52,6 +53,8 @@ class ScoreModifiers:
         self.low, self.high = self.intervals() if problem.has_row_ranges else (self.positions, self.positions)
         # query_ranges: the numbers that they count queries by, and the interval of each key
         self.numbers, self.first, self.end = self._query_ranges()
+        # (entries or 1, kv heads or 1, .., blocks of queries, blocks of keys) bool, with a block_mask
+        self.seen_blocks = None if inputs.blocks is None else self._blocks(inputs.blocks.kinds)
         self.slopes = None if self.inputs.alibi_slopes is None else self._slopes(self.inputs.alibi_slopes)
         self.bias = None if self.inputs.bias is None else self._bias(self.inputs.bias)
 
@@ -107,6 +110,10 @@ class ScoreModifiers:
         numbers = self.positions if self.problem.query_ranges_of_positions else rows + self.piece.first_query
         return numbers, own[..., 0], own[..., 1]
 
+    def _blocks(self, kinds: Tensor) -> Tensor:
+        """Blocks are counted in each entry, also in packed sequences."""
+        return self._by_heads(kinds if kinds.shape[0] == 1 else kinds[self.entries]) != EMPTY
+
     def _slopes(self, slopes: Tensor) -> Tensor:
         """(entries or 1, kv heads, qhead_per_kvhead, 1, 1)."""
         slopes = slopes[None] if slopes.dim() == 1 else slopes[self.entries]
@@ -130,18 +137,36 @@ class ScoreModifiers:
         start, end = int(low[seen].min()), int(high[seen].max())
         clear = bool(seen.all())
         clear_start, clear_end = int(low.max()), int(high.min())
-        is_clear = clear and self.first is None
+        is_clear = clear and self.first is self.seen_blocks is None
         found = [(a, b, not (is_clear and clear_start <= a and b <= clear_end)) for a, b in tiles(start, end, tile_n)]
         reached = self.keys_reached(queries)
         return [tile for tile in found[::-1] if reached is None or bool(reached[tile[0] : tile[1]].any())]
 
     def keys_reached(self, queries: Range) -> Tensor | None:
-        """(keys,) bool: whether some of these queries may be in the interval of a key; None: there are no intervals."""
-        if self.first is None or self.end is None:
-            return None
-        first, last = torch.aminmax(self.numbers[..., slice(*queries)])
-        found = (self.first <= last) & (self.end > first) & (self.first < self.end)
-        return found.flatten(0, -2).any(0)
+        """(keys,) bool: whether some of these queries may be in the interval of a key, and in a block with it.
+
+        None: there are neither intervals nor blocks.
+        """
+        reached = None
+        if self.first is not None and self.end is not None:
+            first, last = torch.aminmax(self.numbers[..., slice(*queries)])
+            found = (self.first <= last) & (self.end > first) & (self.first < self.end)
+            reached = found.flatten(0, -2).any(0)
+        if self.seen_blocks is not None:
+            of_queries, of_keys = self._numbers_of_blocks(queries, (0, self.seqlen_k))
+            blocks = self.seen_blocks[..., of_queries[0] : of_queries[-1] + 1, :].flatten(0, -2).any(0)
+            reached = blocks[of_keys] if reached is None else reached & blocks[of_keys]
+        return reached
+
+    def _numbers_of_blocks(self, queries: Range, keys: Range) -> tuple[Tensor, Tensor]:
+        """The numbers of the blocks that queries and keys belong to."""
+        assert self.problem.block_size is not None
+        ranges = (queries, self.piece.first_query), (keys, self.piece.first_key)
+        of_queries, of_keys = (
+            torch.arange(first + a, first + b, device=self.device) // size
+            for ((a, b), first), size in zip(ranges, self.problem.block_size, strict=True)
+        )
+        return of_queries, of_keys
 
     def sees(self, queries: Range, keys: Range) -> bool:
         """Whether some of these queries see some of the keys."""
@@ -164,15 +189,21 @@ class ScoreModifiers:
         return hidden if by_key is None else hidden | by_key
 
     def outside_of_keys(self, queries: Range, keys: Range) -> Tensor | None:
-        """Boolean tile, True where a query is outside of a key's interval; None if no query is."""
+        """Boolean tile, True where a query is outside of a key's interval or blocks; None if no query is."""
+        hidden = None
+        if self.seen_blocks is not None:
+            of_queries, of_keys = self._numbers_of_blocks(queries, keys)
+            hidden = ~self.seen_blocks[..., of_queries[:, None], of_keys]
+            hidden = hidden if bool(hidden.any()) else None
         if self.first is None or self.end is None:
-            return None
+            return hidden
         i = self.numbers[..., slice(*queries), None]
         first, end = (x[..., None, slice(*keys)] for x in (self.first, self.end))
         lowest, highest = torch.aminmax(i)
         if bool(((first <= lowest) & (end > highest)).all()):
-            return None
-        return (i < first) | (i >= end)
+            return hidden
+        by_interval = (i < first) | (i >= end)
+        return by_interval if hidden is None else hidden | by_interval
 
     # ---------------------------------------------------------------- scores
 

@@ -19,7 +19,9 @@ BackwardConfig = BackwardConfigSm80 | BackwardConfigSm90
 
 def unsupported(problem: AttentionProblem) -> str | None:
     """Why no kernel computes the modifiers of a problem; None if kernels do."""
-    return "query_ranges: expected none" if problem.has_query_ranges else None
+    if problem.has_query_ranges:
+        return "query_ranges: expected none"
+    return "block_mask: expected none" if problem.block_size is not None else None
 
 
 def entries_of(problem: AttentionProblem) -> int:
