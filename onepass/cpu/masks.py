@@ -86,10 +86,10 @@ class RowMasks:
         if not bool(seen.any()):
             return None
         start, end = int(low[seen].min()), int(high[seen].max())
-        reached = self.modifiers.keys_reached(queries)
+        reached = self.modifiers.keys_reached(queries, (start, end))
         if reached is None:
             return start, end
-        found = start + reached[start:end].nonzero()
+        found = start + reached.nonzero()
         return (int(found[0]), int(found[-1]) + 1) if len(found) else None
 
     def mask(self, queries: Range, keys: Range) -> Tensor | None:

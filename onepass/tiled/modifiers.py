@@ -139,21 +139,22 @@ class ScoreModifiers:
         clear_start, clear_end = int(low.max()), int(high.min())
         is_clear = clear and self.first is self.seen_blocks is None
         found = [(a, b, not (is_clear and clear_start <= a and b <= clear_end)) for a, b in tiles(start, end, tile_n)]
-        reached = self.keys_reached(queries)
+        reached = self.keys_reached(queries, (0, self.seqlen_k))
         return [tile for tile in found[::-1] if reached is None or bool(reached[tile[0] : tile[1]].any())]
 
-    def keys_reached(self, queries: Range) -> Tensor | None:
+    def keys_reached(self, queries: Range, keys: Range) -> Tensor | None:
         """(keys,) bool: whether some of these queries may be in the interval of a key, and in a block with it.
 
         None: there are neither intervals nor blocks.
         """
         reached = None
         if self.first is not None and self.end is not None:
-            first, last = torch.aminmax(self.numbers[..., slice(*queries)])
-            found = (self.first <= last) & (self.end > first) & (self.first < self.end)
+            lowest, highest = torch.aminmax(self.numbers[..., slice(*queries)])
+            first, end = (x[..., slice(*keys)] for x in (self.first, self.end))
+            found = (first <= highest) & (end > lowest) & (first < end)
             reached = found.flatten(0, -2).any(0)
         if self.seen_blocks is not None:
-            of_queries, of_keys = self._numbers_of_blocks(queries, (0, self.seqlen_k))
+            of_queries, of_keys = self._numbers_of_blocks(queries, keys)
             blocks = self.seen_blocks[..., of_queries[0] : of_queries[-1] + 1, :].flatten(0, -2).any(0)
             reached = blocks[of_keys] if reached is None else reached & blocks[of_keys]
         return reached
@@ -171,8 +172,8 @@ class ScoreModifiers:
     def sees(self, queries: Range, keys: Range) -> bool:
         """Whether some of these queries see some of the keys."""
         low, high = (x[..., slice(*queries)] for x in (self.low, self.high))
-        reached = self.keys_reached(queries)
-        if reached is not None and not bool(reached[slice(*keys)].any()):
+        reached = self.keys_reached(queries, keys)
+        if reached is not None and not bool(reached.any()):
             return False
         return bool(((low < keys[1]) & (high > keys[0]) & (low < high)).any())
 
