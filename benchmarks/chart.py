@@ -78,7 +78,7 @@ MEASUREMENTS = {
     "backward": Measurement(
         "Backward, bfloat16",
         "TFLOP/s",
-        ("h200-backward.json", "h200-backward-short.json"),
+        ("h200-backward.json",),
         {OURS: OURS, **_PEERS, "sdpa-cudnn": "cuDNN"},
     ),
     "fp8": Measurement(

@@ -124,8 +124,8 @@ class StampedConsumer(Stamps, Consumer):
     def __init__(self, *arguments):
         Consumer.__init__(self, *arguments)
         self.begin_stamps(self.thread.wg + FIRST_ROLE_OF_CONSUMERS, self.thread.number)
-        self.stamp_calls(self.turns, "wait", "wait for the turn", "issue GEMMs")
-        self.stamp_calls(self.turns, "pass_on", None, "wait for S")
+        self.stamp_calls(self.pingpong, "wait", "wait for the turn", "issue GEMMs")
+        self.stamp_calls(self.pingpong, "pass_on", None, "wait for S")
         self.stamp_calls(self.scores, "modify", "softmax", None)
         if self.config.overlap_gemm_softmax:  # called at the end of each softmax, with dropout or without
             self.stamp_calls(self.scores, "drop", None, "wait for P V")
@@ -176,8 +176,8 @@ class StampedBackwardConsumer(Stamps, BackwardConsumer):
     def __init__(self, *arguments):
         BackwardConsumer.__init__(self, *arguments)
         self.begin_stamps(self.thread.wg + FIRST_ROLE_OF_CONSUMERS, self.thread.number)
-        self.stamp_calls(self.turns, "wait", "wait for the turn", "issue GEMMs")
-        self.stamp_calls(self.turns, "pass_on", None, "wait for GEMMs")
+        self.stamp_calls(self.pingpong, "wait", "wait for the turn", "issue GEMMs")
+        self.stamp_calls(self.pingpong, "pass_on", None, "wait for GEMMs")
         self.stamp_calls(self.exchange, "wait_for_ds", "wait for dS", None)
         self.stamp_calls(self.exchange, "send_ds", None, "other")
         self.stamp_calls(self.scores, "make_p", "P = exp(S - lse)", "wait for GEMMs")

@@ -267,13 +267,14 @@ def attention(
             a query's row in bias and for dropout. It may be any number; beyond the rows of bias the nearest one counts.
         alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32 (bfloat16 and float16 are converted); subtracts
             slope * |position - j| from a score, after the softcap. They may require a gradient, and be negative.
-        bias: added to scores after the softcap; broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k), with
-            q_positions to (batch, num_heads_q, positions, seqlen_k) for any number of positions. A pair with
-            a bias of -inf is hidden. It may require a gradient, which is undefined for hidden pairs. A row is undefined
-            if all its biases are as low as torch.finfo(dtype).min, which absorbs the scores.
+        bias: (batch or 1, num_heads_q or 1, seqlen_q or 1, seqlen_k or 1), with q_positions any number of rows; added
+            to scores after the softcap. A pair with a bias of -inf is hidden. It may require a gradient, which is
+            undefined for hidden pairs. A row is undefined if all its biases are as low as torch.finfo(dtype).min, which
+            absorbs the scores.
         block_mask: blocks of queries and keys that are not visited, see `BlockMask`.
         dropout_p: 0 <= dropout_p < 1: each probability is left out of the product with v with this probability,
-            rounded to a multiple of 1 / 256, and the others are divided by 1 - dropout_p. lse does not change.
+            rounded to a multiple of 1 / 256, and the others are divided by 1 - dropout_p. lse does not change. Pass 0
+            in evaluation: no module's `training` is known here.
             Seed and offset come from torch's generator of q's device; see `geometry/philox.py` for the bits.
         deterministic: gradients are bitwise equal from run to run; None = torch.are_deterministic_algorithms_enabled().
         return_lse: also return lse, which is differentiable.

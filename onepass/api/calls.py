@@ -94,7 +94,7 @@ def warmup(
     Args:
         calls: several calls, or one; without it the keyword arguments are one call. For each, the arguments of
             `attention`, `attention_varlen` or (with cache_seqlens) `attention_decode` by name, or an
-            `AttentionProblem`. In place of a tensor the arguments may have its shape, or a tensor on the "meta" device:
+            `AttentionProblem`. Instead of a tensor the arguments may have its shape, or a tensor on the "meta" device:
             both stand for a tensor on this machine's GPU, aligned to 16 bytes. With shapes, `dtype` is given once for
             all tensors that are neither integers nor always float32, and `cache_dtype` for caches of another dtype.
         backend: backend of the calls that name none. "sm90" compiles for Hopper wherever the compiler is installed,

@@ -203,7 +203,7 @@ def _check(plan: ContextPlan, inputs: DecodeInputs) -> None:
     q, k_cache, v_cache = inputs[:3]
     page_table, is_packed = inputs.page_table, inputs.cu_seqlens_q is not None
     if plan.is_packed:
-        raise ValueError("plan: expected one of a number of tokens, got one of packed sequences")
+        raise ValueError("plan: expected a plan for a number of tokens, got one for packed sequences")
     if plan.group is None and plan.num_ranks > 1:
         raise ValueError("plan: expected one that was made for a process group, got one that only describes")
     for name, t, dims in (("q", q, 3 if is_packed else 4), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):

@@ -186,27 +186,27 @@ def following_query_block(
     num_heads: int,
     first: int,
     last: int,
-    in_turns: bool,
-    descending: bool,
+    heads_together: bool,
+    from_first: bool,
     in_ring: bool = False,
 ) -> tuple[int, int]:
     """The head and query block that a tile of keys visits after m_block, within the blocks [first, last) of each head.
 
     Args:
-        in_turns: tiles add to a block of dQ one after the other. All heads then visit a block before the next one;
-            otherwise every head would begin with a wait for the longest tile. If False, the blocks of a head follow
-            each other.
-        descending: turns begin with the last tile of keys, and tiles with their first block. Under a causal mask no
-            tile waits: tile n begins with a block that does not see later tiles, and goes on to blocks that tile n + 1
-            visited one step before. But short tiles come first, and the longest ends last. If False, turns begin with
-            the first tile, and tiles with their last block; among tiles that begin together each falls one step behind
-            the one before.
+        heads_together: all heads visit a block before any of them visits the next one. Where tiles add to a block of
+            dQ in turns, every head would otherwise begin with a wait for the longest tile. If False, the blocks of a
+            head follow each other, from the first one.
+        from_first: tiles begin with their first block, and turns with the last tile of keys (they descend). Under a
+            causal mask no tile waits: tile n begins with a block that does not see later tiles, and goes on to blocks
+            that tile n + 1 visited one step before. But short tiles come first, and the longest ends last. If False,
+            tiles begin with their last block, and turns with the first tile (they ascend); among tiles that begin
+            together each falls one step behind the one before.
         in_ring: the block after the last one is the first (see `turn_in_ring`).
     """
-    if not in_turns:
+    if not heads_together:
         is_last = m_block == last - 1
         return head + select(is_last, 1, 0), select(is_last, first, m_block + 1)
-    following = m_block + 1 if in_ring else select(descending, m_block + 1, m_block - 1)
+    following = m_block + 1 if in_ring else select(from_first, m_block + 1, m_block - 1)
     if in_ring:
         following = select(following == last, first, following)
     if num_heads == 1:

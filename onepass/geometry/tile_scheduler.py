@@ -80,7 +80,7 @@ def tile_coord(number: Any, divisors: Divisors, num_m_blocks: Any, batch: Any) -
 
 
 def turning_coord(number: Any, divisors: Divisors, num_blocks: Any, batch: Any) -> tuple[TileCoord, Any]:
-    """The tile of keys with a number, and whether its head ascends (see `block_range.following_query_block`).
+    """The tile of keys with a number, and whether the tiles of its head ascend (`block_range.following_query_block`).
 
     Heads descend one after another: n_block num_blocks - 1, ..., 0 of the first head, then those of the next one. The
     last heads (`heads_in_last_section`) ascend together: n_block 0 of all of them, then 1, ... Each order has its tiles

@@ -180,7 +180,7 @@ def attention_forward(
         sequences = _Sequences.found(pattern, position_ids, memory, q)
     if sequences is attention_mask is None and pattern.is_causal and 1 < q.shape[1] < k.shape[1]:
         raise UnsupportedError(
-            f"attention_mask: expected a mask where a causal layer has {q.shape[1]} queries and more keys, "
+            f"attention_mask: expected a mask where a causal layer has fewer queries than keys, {q.shape[1]} and "
             f"{k.shape[1]}, got None, which does not say where the queries stand"
         )
     try:

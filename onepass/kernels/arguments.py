@@ -15,7 +15,7 @@ What several kernels have under one name:
     page_table                  (batch, max_pages) int32; a cache in pages: (num_pages, page_size, num_heads_kv, ..)
     k_descale, v_descale        of an e4m3 cache: (batch or num_pages, num_heads_kv, blocks) float32
     kv_block                    keys of such a block, without pages
-    scale_log2, tanh_scale      see `Scores` in device/blocks/softmax/online.py
+    scale_log2, tanh_scale      see `ScoreFactors` in device/blocks/softmax/online.py
     window_left, window_right   see `window_bounds` in launch/arguments.py
     heads_per_section           see geometry/tile_scheduler.py
     num_splits, split_blocks    see geometry/splits.py
@@ -50,7 +50,7 @@ class ModifierTensors(NamedTuple):
         keep_bytes: of the 256 values of a random byte, how many keep a pair.
         keep_scale: what a kept probability is multiplied with.
         first_head, all_heads: the number of q's first head in the call whose random bits these are, and its heads.
-        term_scale: what brings a term to the unit of scores: scale_log2 of `Scores`, inverted, times log2(e).
+        term_scale: what brings a term to the unit of scores: scale_log2 of `ScoreFactors`, inverted, times log2(e).
         bounds: (tiles of keys, 4, kv heads, entries) int32, the query blocks of a backward's tiles: `QueryBlocks`. The
             tiles of packed sequences are numbered one after the other, see launch/modifiers.py.
         dslopes: (places, heads, batch) float32, what a backward adds gradients of slopes to. Each warp of a tile has a

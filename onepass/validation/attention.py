@@ -32,6 +32,7 @@ from .tensors import (
     check_packed,
     check_sinks,
     check_tensors,
+    dtype_names,
     short_name,
 )
 
@@ -192,5 +193,5 @@ def check_precision(precision: Any, q: torch.Tensor) -> None:
     """Check a `precision` that is not None, for a call whose tensors have been checked."""
     check_one_of("precision", precision, PRECISIONS)
     if q.dtype not in QUANTIZABLE_DTYPES:
-        expected = ", ".join(short_name(d) for d in QUANTIZABLE_DTYPES)
+        expected = dtype_names(QUANTIZABLE_DTYPES)
         raise TypeError(f"q: expected dtype {expected} with precision='fp8', got {short_name(q.dtype)}")

@@ -47,7 +47,7 @@ class BlockMask:
     def __post_init__(self) -> None:
         check_tensor("kinds", self.kinds)
         if self.kinds.dtype != torch.int8:
-            raise TypeError(f"kinds: expected int8, got {short_name(self.kinds.dtype)}")
+            raise TypeError(f"kinds: expected dtype int8, got {short_name(self.kinds.dtype)}")
         if self.kinds.dim() != 4:
             raise ValueError(f"kinds: expected (batch, heads, q_blocks, kv_blocks), got shape {shape_of(self.kinds)}")
         object.__setattr__(self, "block_size", _checked_size(self.block_size))
@@ -60,7 +60,7 @@ class BlockMask:
         """
         check_tensor("blocks", blocks)
         if blocks.dtype != torch.bool:
-            raise TypeError(f"blocks: expected bool, got {short_name(blocks.dtype)}")
+            raise TypeError(f"blocks: expected dtype bool, got {short_name(blocks.dtype)}")
         return cls(blocks.to(torch.int8) * FULL, block_size)
 
     @classmethod

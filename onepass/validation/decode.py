@@ -29,6 +29,7 @@ from .tensors import (
     check_tensor,
     check_tensors,
     is_missing,
+    shape_of_values,
 )
 
 PAGED_DIMS = "(num_pages, page_size, num_heads_kv, head_dim)"
@@ -116,8 +117,8 @@ def _check_dtypes(q: Any, k_cache: Any, v_cache: Any) -> None:
 
 def _check_cache_shapes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
     if k_cache.shape[:-1] != v_cache.shape[:-1]:
-        expected = tuple(k_cache.shape[:-1])
-        raise ValueError(f"v_cache: expected shape {expected} like k_cache up to head_dim, got {tuple(v_cache.shape)}")
+        expected = shape_of_values(k_cache)
+        raise ValueError(f"v_cache: expected shape {expected} like k_cache, got {tuple(v_cache.shape)}")
     if q.shape[-1] != k_cache.shape[-1]:
         raise ValueError(f"k_cache: expected head_dim {q.shape[-1]} like q, got {k_cache.shape[-1]}")
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):

@@ -10,7 +10,7 @@ from ..errors import UnsupportedError
 from ..problem import Modifiers
 from ..problem.arguments import TENSORS
 from .scalars import check_real
-from .tensors import check_tensor, shape_of, short_name
+from .tensors import check_tensor, dtype_names, shape_of, short_name
 
 NAMES = Modifiers._fields[:-1]  # the arguments of a call; the state of dropout is drawn
 
@@ -116,4 +116,4 @@ def check_sizes(
         comma = "," if len(sizes) == 1 else ""
         raise ValueError(f"{name}: expected shape ({', '.join(words)}{comma}), got {shape_of(t)}")
     if t.dtype not in dtypes:
-        raise TypeError(f"{name}: expected {', '.join(map(short_name, dtypes))}, got {short_name(t.dtype)}")
+        raise TypeError(f"{name}: expected dtype {dtype_names(dtypes)}, got {short_name(t.dtype)}")

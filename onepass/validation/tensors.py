@@ -23,8 +23,19 @@ def short_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
+    """Names of dtypes for a message: "float32, bfloat16 or float16"."""
+    *most, last = map(short_name, dtypes)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
 def shape_of(t: torch.Tensor) -> str:
     return str(tuple(t.shape))
+
+
+def shape_of_values(keys: torch.Tensor) -> str:
+    """The shape of the values of these keys, for a message."""
+    return f"({', '.join(map(str, keys.shape[:-1]))}, head_dim_v)"
 
 
 def check_tensor(name: str, t: Any, expected: str = "a torch.Tensor") -> torch.Tensor:
@@ -65,11 +76,10 @@ def check_tensors(named: dict[str, Any], dtypes: tuple[torch.dtype, ...] = SUPPO
             raise ValueError(f"{name}: expected device {first.device} like {first_name}, got {t.device}")
     for name, t in named.items():
         if t.dtype not in dtypes:
-            expected = ", ".join(short_name(d) for d in dtypes)
             hint = ""
             if t.dtype == E4M3 and dtypes is SUPPORTED_DTYPES:
                 hint = " (FP8 tensors come with their scales, as a onepass.QuantizedQKV)"
-            raise TypeError(f"{name}: expected dtype {expected}, got {short_name(t.dtype)}{hint}")
+            raise TypeError(f"{name}: expected dtype {dtype_names(dtypes)}, got {short_name(t.dtype)}{hint}")
         if t.dtype != first.dtype:
             raise TypeError(
                 f"{name}: expected dtype {short_name(first.dtype)} like {first_name}, got {short_name(t.dtype)}"
@@ -86,7 +96,7 @@ def check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Check the head counts and head dims, the last two dimensions of dense and packed tensors."""
     if k.shape[:-1] != v.shape[:-1]:
         hint = layout_hints.transpose_hint("v", v) if k.shape[:-1] == layout_hints.transposed(v).shape[:-1] else ""
-        raise ValueError(f"v: expected shape {tuple(k.shape[:-1])} like k up to head_dim, got {shape_of(v)}{hint}")
+        raise ValueError(f"v: expected shape {shape_of_values(k)} like k, got {shape_of(v)}{hint}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k: expected head_dim {q.shape[-1]} like q, got {k.shape[-1]}")
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -199,4 +209,5 @@ def check_packed(
 def check_one_of(name: str, value: Any, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         error = ValueError if isinstance(value, str) else TypeError
-        raise error(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+        expected = f"one of {', '.join(choices)}" if len(choices) > 1 else repr(choices[0])
+        raise error(f"{name}: expected {expected}, got {value!r}")

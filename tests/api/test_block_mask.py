@@ -257,7 +257,7 @@ def replace_mask_mod(flex, mask):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((torch.ones(1, 1, 2, 2),), TypeError, "kinds: expected int8, got float32"),
+        ((torch.ones(1, 1, 2, 2),), TypeError, "kinds: expected dtype int8, got float32"),
         ((torch.ones(1, 2, 2).to(torch.int8),), ValueError, r"kinds: expected \(batch, heads, q_blocks, kv_blocks\)"),
         ((torch.ones(1, 1, 2, 2).to(torch.int8), (64, 100)), ValueError, "block_size: expected multiples of 64"),
         ((torch.ones(1, 1, 2, 2).to(torch.int8), 64), TypeError, "block_size: expected a pair"),
@@ -271,7 +271,7 @@ def test_what_is_no_mask(arguments, error, message):
 
 
 def test_makers_refuse():
-    with pytest.raises(TypeError, match="blocks: expected bool, got int8"):
+    with pytest.raises(TypeError, match="blocks: expected dtype bool, got int8"):
         BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.int8))
     with pytest.raises(TypeError, match="key_ranges: expected an int32"):
         BlockMask.from_ranges(3, 4)

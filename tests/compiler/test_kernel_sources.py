@@ -104,3 +104,13 @@ def test_an_edit_makes_other_kernels_where_it_may_change_them(tmp_path, monkeypa
     source = package / name
     source.write_text(source.read_text() + "\nANOTHER = 1\n")
     assert (compile.environment.__wrapped__() != before) == counts
+
+
+@needs_compiler
+def test_the_main_kernel_of_each_backward_has_a_digest():
+    """Also where it is the only kernel of its backward."""
+    import code_digests
+
+    names = {name for name, _ in code_digests.requests()}
+    variants = "full", "causal", "causal deterministic"
+    assert {f"sm90 backward {d} {variant}" for d in (64, 128, 256) for variant in variants} <= names

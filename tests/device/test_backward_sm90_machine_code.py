@@ -115,7 +115,7 @@ def test_machine_code(name, asked):
     assert code.spills_in_gemms == 0
     assert code.spills <= FEW_SPILLS.get(name, 0)
     assert code.count("HGMMA") > 0
-    assert code.count("UTMALDG") >= 2 * config.key_tiles + 2  # K and V in tiles of 64, Q, dO by TMA
+    assert code.count("UTMALDG") >= 2 * config.row_blocks + 2  # K and V in tiles of 64, Q, dO by TMA
     assert code.count(r"REDG\.E\.ADD\.F32x4") > 0  # dQ to global memory: each thread adds its values
     assert code.count("USETMAXREG") == 2  # registers move from the producer to the consumers
     assert code.count(r"STG\.E\.128") > 0

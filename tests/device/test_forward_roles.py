@@ -62,7 +62,7 @@ def test_tiles_that_are_drawn(mask):
 
 @pytest.mark.parametrize("threshold", [0.0, 8.0])
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=["full", "causal"])
-def test_three_stages(mask, threshold):
+def test_halves_of_blocks(mask, threshold):
     for num_warpgroups in (1, 2, 3):
         config = replace(CONFIG, score_buffers=2, num_warpgroups=num_warpgroups, rescale_threshold=threshold)
         run(config, mask=mask, has_seqused_k=num_warpgroups == 2)

@@ -93,8 +93,8 @@ def test_a_step_of_dk(is_paired, has_next):
 @pytest.mark.parametrize("is_paired", [False, True])
 def test_a_step_of_dv(is_paired, has_next, is_deterministic):
     module, consumer, cores = module_and_consumer("paired" if is_paired else "wide")
-    consumer.kernel.is_deterministic = is_deterministic
+    consumer.kernel.adds_in_turns = is_deterministic
     kind = module.PairedConsumer if is_paired else module.WideConsumer
-    kind.dv_step.__wrapped__(consumer, None, (0, 4), (0, 3), 5, 7, 1, has_next)
+    kind.dv_step.__wrapped__(consumer, None, (0, 3), (0, 4), 5, 7, 1, has_next)
     expected = [("do", 7), *["ds"] * is_paired, *[("q", 5)] * has_next]
     assert sorted(cores.released, key=str) == sorted(expected, key=str)

@@ -104,7 +104,7 @@ def test_warpgroups_of_a_split_see_every_key_once(num_splits, split_blocks):
 
 
 def seen_in(blocks, m_start, m_end, geometry):
-    """(row, key) of all scores that are not masked, in the loops of `Consumer.two_stages`."""
+    """(row, key) of all scores that are not masked, in the loops of `Consumer.run_blocks`."""
     n_block, visits = blocks.last - 1, []
 
     def visit(n, is_masked):

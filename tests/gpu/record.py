@@ -115,9 +115,10 @@ def report(record: dict, names: list[str], kernels: dict[str, str]) -> list[str]
             lines.append(f"{name:40} never recorded ({count} tests)")
             continue
         then = record["kernels"].get(row["kernels"], {})
-        changed = [kernel for kernel, digest in kernels.items() if then.get(kernel) != digest]
-        age = f"{len(changed)} of {len(kernels)} kernels have changed since" if changed else "these kernels"
-        if not then:  # the row is from before the record had digests
+        compared = kernels.keys() & then.keys()  # the digests may cover more kernels than they did then
+        changed = [kernel for kernel in compared if then[kernel] != kernels[kernel]]
+        age = f"{len(changed)} of {len(compared)} kernels have changed since" if changed else "these kernels"
+        if not compared:
             age = "kernels not compared"
         ran = row["passed"] + row["failed"] + row["skipped"]
         lines.append(

@@ -152,22 +152,22 @@ class KeyGradients:
     def __init__(self, kernel, scores, inputs):
         self.kernel, self.scores = kernel, scores
 
-    def store(self, tile, acc, name, operands, stage):
+    def store(self, tile, acc, name, operands, scratch):
         machine, scores = self.kernel.machine, self.scores
         heads = range(tile.head_kv * self.kernel.group, (tile.head_kv + 1) * self.kernel.group)
         blocks = [(tile, *block) for block in itertools.product(heads, range(tile.first, tile.last))]
         terms = {(scores.pair(operands[0], *block), scores.queries(*block, operands[1])) for block in blocks}
         given = acc.content or ()
         assert sorted(given) == sorted(terms)
-        if stage is not None:
-            stage.write(machine.current.warp % 4, "a stage")
+        if scratch is not None:
+            scratch.write(machine.current.warp % 4, "scratch")
         machine.stored[scores.keys(tile, name)] += 1
 
-    def store_dk(self, tile, acc, stage=None):
-        self.store(tile, acc, "dk", ("ds", "q"), stage)
+    def store_dk(self, tile, acc, scratch=None):
+        self.store(tile, acc, "dk", ("ds", "q"), scratch)
 
-    def store_dv(self, tile, acc, stage=None):
-        self.store(tile, acc, "dv", ("p", "do"), stage)
+    def store_dv(self, tile, acc, scratch=None):
+        self.store(tile, acc, "dv", ("p", "do"), scratch)
 
 
 def clear_rows(buffer, end, thread, threads):
@@ -207,21 +207,21 @@ def copy_to_peer(machine, target, source, num_bytes, barrier, rank):
 # ---------------------------------------------------------------- rows in the background
 
 
-def copy_bulk(machine, stage, source, num_bytes, barrier):
-    assert not any(buffer.readers for buffer in stage.buffers.values()), "a stage where GEMMs read"
+def copy_bulk(machine, scratch, source, num_bytes, barrier):
+    assert not any(buffer.readers for buffer in scratch.buffers.values()), "scratch where GEMMs read"
     machine.later(functools.partial(barrier.value.complete, num_bytes))
 
 
-def load_rows(rows, block, part, stage, count):
-    stage.barrier.value.arrive(1)
-    rows.kernel.machine.later(functools.partial(stage.barrier.value.complete, 1))
+def load_rows(rows, block, part, scratch, count):
+    scratch.barrier.value.arrive(1)
+    rows.kernel.machine.later(functools.partial(scratch.barrier.value.complete, 1))
 
 
 def write_stats(rows, block, first, count, product):
     rows.kernel.machine.prepared[block] += count
 
 
-def store_piece(rows, start, head, entry, row, piece):
+def store_box(rows, start, head, entry, row, box):
     number = (entry * rows.accumulator.num_heads + head) * rows.accumulator.blocks_per_head + row // rows.kernel.tile_m
     machine = rows.kernel.machine
     if machine.current.found:
@@ -230,7 +230,7 @@ def store_piece(rows, start, head, entry, row, piece):
     machine.written[number] += 1
 
 
-def convert_piece(rows, start):
+def convert_box(rows, start):
     machine = rows.kernel.machine
     found = machine.random.random() < 0.05
     machine.current.found |= found
@@ -261,7 +261,7 @@ class Packed:
         for sequence, (queries, keys) in enumerate(lengths):
             blocks = ceil_div(keys, kernel.tile_n)
             for number in range(blocks * problem.num_heads_kv):
-                coord = tile_scheduler.packed_coord(number, blocks, problem.num_heads_kv, kernel.is_deterministic)
+                coord = tile_scheduler.packed_coord(number, blocks, problem.num_heads_kv, kernel.adds_in_turns)
                 self.tiles.append((*coord, start_k, keys, start_q, queries, sequence, None))
             start_q, start_k = start_q + queries, start_k + keys
         self.num_tiles = len(self.tiles)
@@ -323,8 +323,8 @@ class Launch:
         classes["sm90.backward.dq_atomic"]["AtomicSums"].add_share = add_share
         classes["blocks.tiles.queue"]["TileQueue"]._draw = lambda queue: self.draw(queue)
         rows = classes["sm90.backward.rows"]["BackgroundRows"]
-        rows._load_rows, rows._write_stats, rows._store_piece = load_rows, write_stats, store_piece
-        rows._convert_piece, rows._repair_block, rows._staged = convert_piece, repair_block, lambda *_: None
+        rows._load_rows, rows._write_stats, rows._store_box = load_rows, write_stats, store_box
+        rows._convert_box, rows._repair_block, rows._staged = convert_box, repair_block, lambda *_: None
         if self.problem.is_packed:
             kernel.schedule_of_keys = lambda *_: Packed(kernel, self.problem, self.lengths)
 
@@ -417,14 +417,14 @@ class Launch:
         )
         schedule = packed or schedule
         sequences = scores.sequences(problem.seqlen_q, problem.seqlen_k, lengths)
-        lanes = {KEEPER_WARP: 2 * config.num_warpgroups} if kernel.is_deterministic else None
+        lanes = {KEEPER_WARP: 2 * config.num_warpgroups} if kernel.adds_in_turns else None
         machine.launch(
             functools.partial(kernel.kernel, *arguments),
             num_clusters * config.tile_blocks,
             config.num_threads // 32,
             config.tile_blocks,
             lanes,
-            None if kernel.is_deterministic else rng.randint(1, num_clusters),
+            None if kernel.adds_in_turns else rng.randint(1, num_clusters),
         )
         self.check([kernel.tile_at(number, schedule, sequences) for number in range(schedule.num_tiles)], accumulator)
 
@@ -440,7 +440,7 @@ class Launch:
             heads = range(tile.head_kv * kernel.group, (tile.head_kv + 1) * kernel.group)
             for head, m_block in itertools.product(heads, range(tile.first, tile.last)):
                 block = head, tile.origin_q, m_block
-                turn = kernel.turn_of(tile, m_block) if kernel.is_deterministic else 0
+                turn = kernel.turn_of(tile, m_block) if kernel.adds_in_turns else 0
                 number = kernel.m_block_number(accumulator, tile, head, m_block)
                 visits[number].append((turn, [("k", *key) for key in keys], ("q", *block)))
         assert machine.stored == stored, "tiles of dk and dv"
@@ -453,13 +453,13 @@ class Launch:
                 pieces[piece] += 1
                 wanted = [(sorted(keys), queries) for _, keys, queries in sorted(of_block)]
                 given = [(keys, queries) for keys, queries, _ in given]
-                if not kernel.is_deterministic:
+                if not kernel.adds_in_turns:
                     wanted, given = sorted(wanted), sorted(given)
                 assert given == wanted, "terms of dq"
             assert set(pieces.values()) == {4}, "pieces of dq"
         assert not any(self.counter.values.values()), "the next launch would begin with another number"
         assert not any(self.words.values.values()), "progress that is not zero"
-        if kernel.is_deterministic:
+        if kernel.adds_in_turns:
             counted = kernel.num_pieces if kernel.is_paired else kernel.num_warpgroups
             assert sum(self.turns.values.values()) == sum(len(v) for v in visits.values()) * counted
         if kernel.has_background_rows:

@@ -210,7 +210,7 @@ class Forward:
         names = "kernel", "consumer", "gemms", "scores", "rows", "own_blocks", "own_loads", "past_the_end", "output"
         names += "producer", "transposer", "converter"
         self.modules = {name: as_python(SOURCE + name, stand_ins | {"LANES": 1}) for name in names}
-        for name, source in (("turns", "tiles.pingpong"), ("queue", "tiles.queue"), ("wgmma", "memory.wgmma")):
+        for name, source in (("pingpong", "tiles.pingpong"), ("queue", "tiles.queue"), ("wgmma", "memory.wgmma")):
             self.modules[name] = as_python(f"blocks.{source}", stand_ins)
         link(list(self.modules.values()))
         self.kernel = self._kernel(box_rows, num_splits, options)
@@ -221,7 +221,7 @@ class Forward:
     def run(self):
         kernel, config = self.kernel, self.config
         consumers = {w: self._consumer(w) for w in range(config.num_warpgroups)}
-        way = "two_stages" if config.score_buffers == 1 else "three_stages"
+        way = "run_blocks" if config.score_buffers == 1 else "run_halves"
         roles = {
             f"consumer {w}": lambda c=c: getattr(c, way)(self.queue, self.schedule, self.seqlens)
             for w, c in consumers.items()
@@ -259,7 +259,7 @@ class Forward:
             self.schedule = SimpleNamespace(
                 num_tiles=blocks * heads * problem.batch * num_splits,
                 divisors=Divisors(blocks, 1, 1, heads),
-                num_m_blocks=blocks,
+                tiles_of_head=blocks,
                 batch=problem.batch * num_splits,
                 splits=Splits(num_splits, 0),
                 entries=problem.batch,
@@ -369,17 +369,19 @@ class Forward:
             setattr(m["past_the_end"], name, clear)
         consumer = object.__new__(m["consumer"].Consumer)
         consumer.kernel, consumer.config, consumer.pipes, consumer.thread = kernel, config, self.pipes, thread
-        consumer.turns = m["turns"].Turns(config.pingpong and config.num_warpgroups > 1, w, config.num_warpgroups)
-        self._watch(consumer.turns, w)
+        consumer.pingpong = m["pingpong"].Pingpong(
+            config.pingpong and config.num_warpgroups > 1, w, config.num_warpgroups
+        )
+        self._watch(consumer.pingpong, w)
         consumer.gemms, consumer.scores, consumer.output, consumer.past_the_end = gemms, scores, output, past
         consumer.own_blocks = m["own_blocks"].OwnBlocks(kernel, rows, self.modifiers)
         consumer.loads = m["own_loads"].OwnLoads(None if config.warp_specialized else self.producer)
         m["consumer"].warpgroup = SimpleNamespace(wait_group=lambda most: self._own_cores().wait(most))
         return consumer
 
-    def _watch(self, turns, w):
+    def _watch(self, pingpong, w):
         """Note who has the turn."""
-        wait, pass_on = turns.wait, turns.pass_on
+        wait, pass_on = pingpong.wait, pingpong.pass_on
 
         def wait_and_note():
             wait()
@@ -389,7 +391,7 @@ class Forward:
             self.turn = None
             pass_on()
 
-        turns.wait, turns.pass_on = wait_and_note, note_and_pass_on
+        pingpong.wait, pingpong.pass_on = wait_and_note, note_and_pass_on
 
     def _has_turn(self) -> bool:
         return not self.config.pingpong or self.config.num_warpgroups == 1 or self.turn == self._number()
@@ -642,7 +644,7 @@ class Scales:
     def load(self, tile):
         self.loaded = tile
 
-    def apply(self, acc_s, tile, n_block, is_first):
+    def apply(self, acc_s, tile, n_block, begins):
         value, kernel = acc_s.value, self.forward.kernel
         assert value.stage == "raw"
         buffer = self.gemms.acc_s.index(acc_s)
@@ -655,7 +657,7 @@ class Scales:
                 tile.m_block,
                 tile.origin_q,
             )
-            assert is_first == (n_block == tile.last - 1)
+            assert begins == (n_block == tile.last - 1)
         acc_s.take("raw", "modified")
 
 

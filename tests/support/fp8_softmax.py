@@ -16,7 +16,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from onepass.kernels.device.blocks.memory.e4m3 import pair_as_floats
 from onepass.kernels.device.blocks.softmax import scaled as fp8
-from onepass.kernels.device.blocks.softmax.online import Scores
+from onepass.kernels.device.blocks.softmax.online import ScoreFactors
 
 THREADS = 32
 
@@ -80,8 +80,8 @@ class Softmax:
     def kernel(self, mS, mV, mQ_scale, mK_scale, mV_scale, mO, mLSE, mP):
         thread = cute.arch.thread_idx()[0]
         columns = self.tile_n // 4
-        scores = Scores(Float32(SCALE_LOG2), Float32(TANH_SCALE) if self.has_softcap else None)
-        softmax = fp8.ScaledSoftmax(scores, self.threshold, self.tile_n, p_codes=self.p_codes)
+        factors = ScoreFactors(Float32(SCALE_LOG2), Float32(TANH_SCALE) if self.has_softcap else None)
+        softmax = fp8.ScaledSoftmax(factors, self.threshold, self.tile_n, p_codes=self.p_codes)
         keys = fp8.KeyScales(self.tile_n)
         s = cute.make_rmem_tensor((2, columns), Float32)
         acc_o = cute.make_rmem_tensor((2, 1), Float32)

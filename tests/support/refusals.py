@@ -32,7 +32,7 @@ DENSE = [
     ({"q": [1.0]}, TypeError, r"q: expected a torch.Tensor, got list"),
     ({"v": None}, TypeError, r"v: expected a torch.Tensor, got NoneType"),
     ({"k": lambda t: t.to("meta")}, ValueError, r"k: expected device cpu like q, got meta"),
-    ({"q": lambda t: t.int()}, TypeError, r"q: expected dtype float64, float32, bfloat16, float16, got int32"),
+    ({"q": lambda t: t.int()}, TypeError, r"q: expected dtype float64, float32, bfloat16 or float16, got int32"),
     ({"q": lambda t: t.to(torch.complex64)}, TypeError, r"q: expected dtype .*, got complex64"),
     ({"q": lambda t: t.to(torch.float8_e4m3fn)}, TypeError, r"q: expected dtype .*, got float8_e4m3fn"),
     ({"k": lambda t: t.half()}, TypeError, r"k: expected dtype float32 like q, got float16"),
@@ -49,12 +49,12 @@ DENSE = [
     (
         {"v": lambda t: t[:, :5]},
         ValueError,
-        r"v: expected shape \(2, 6, 2\) like k up to head_dim, got \(2, 5, 2, 8\)",
+        r"v: expected shape \(2, 6, 2, head_dim_v\) like k, got \(2, 5, 2, 8\)",
     ),
     (
         {"v": lambda t: t[:, :, :1]},
         ValueError,
-        r"v: expected shape \(2, 6, 2\) like k up to head_dim, got \(2, 6, 1, 8",
+        r"v: expected shape \(2, 6, 2, head_dim_v\) like k, got \(2, 6, 1, 8",
     ),
     ({"k": lambda t: t[..., :7]}, ValueError, r"k: expected head_dim 8 like q, got 7"),
     ({"v": lambda t: t[..., :0]}, ValueError, r"v: expected a head_dim of at least 1, got shape \(2, 6, 2, 0\)"),
@@ -133,7 +133,7 @@ DENSE = [
     (
         {"v": lambda t: t.transpose(1, 2)},
         ValueError,
-        r"v: expected shape \(2, 6, 2\) .* \(is v \(batch, num_heads, seqlen, head_dim\)\? Then pass v.transpose\(1",
+        r"v: expected shape \(2, 6, 2, .* \(is v \(batch, num_heads, seqlen, head_dim\)\? Then pass v.transpose\(1",
     ),
     (
         {"q": lambda t: t.transpose(1, 2), "k": lambda t: t.transpose(1, 2), "v": lambda t: t.transpose(1, 2)}
@@ -162,7 +162,7 @@ DENSE = [
     (
         {"k": torch.zeros(2, 4, 8, 8), "v": torch.zeros(2, 8, 4, 8)},
         ValueError,
-        r"v: expected shape \(2, 4, 8\) like k up to head_dim, got \(2, 8, 4, 8\)$",
+        r"v: expected shape \(2, 4, 8, head_dim_v\) like k, got \(2, 8, 4, 8\)$",
     ),
     ({"sinks": torch.zeros(6)}, ValueError, r"sinks: expected shape \(4,\), one per query head, got \(6,\)$"),
     ({"backend": "cuda9"}, ValueError, r"backend: expected one of .*tiled.* or None, got 'cuda9'"),
@@ -185,7 +185,7 @@ DENSE = [
 
 PACKED = [
     ({"q": lambda t: t[None]}, ValueError, r"q: expected 3 dimensions \(total_tokens, .*, got 4"),
-    ({"v": lambda t: t[:5]}, ValueError, r"v: expected shape \(6, 2\) like k up to head_dim, got \(5, 2, 8\)"),
+    ({"v": lambda t: t[:5]}, ValueError, r"v: expected shape \(6, 2, head_dim_v\) like k, got \(5, 2, 8\)"),
     (
         {"q": lambda t: t[:1].transpose(0, 1), "k": lambda t: t.transpose(0, 1), "v": lambda t: t.transpose(0, 1)},
         ValueError,

@@ -379,7 +379,7 @@ REFUSED = {
     "k_cache: expected memory of its own for every element": {
         "k_cache": torch.zeros(13, 16, 1, 8).expand(-1, -1, 2, -1)
     },
-    "v_cache: expected shape (13, 16, 2) like k_cache up to head_dim, got (12, 16, 2, 6)": {
+    "v_cache: expected shape (13, 16, 2, head_dim_v) like k_cache, got (12, 16, 2, 6)": {
         "v_cache": torch.zeros(12, 16, 2, 6)
     },
     "q: expected a number of heads divisible by the 2 heads of the cache, got 3": {"q": torch.zeros(2, 3, 3, 8)},

@@ -187,11 +187,11 @@ REFUSED = {
         "none",
         {"v_cache": torch.zeros(BATCH, ROOM, 2, 6).bfloat16()},
     ),
-    "k_cache: expected dtype float64, float32, bfloat16, float16, got float8_e5m2": (
+    "k_cache: expected dtype float64, float32, bfloat16 or float16, got float8_e5m2": (
         "none",
         {n: torch.zeros(BATCH, ROOM, 2, d).to(torch.float8_e5m2) for n, d in (("k_cache", 8), ("v_cache", 6))},
     ),
-    "q: expected dtype float64, float32, bfloat16, float16, got float8_e4m3fn": (
+    "q: expected dtype float64, float32, bfloat16 or float16, got float8_e4m3fn": (
         "none",
         {"q": torch.zeros(BATCH, 3, 4, 8).to(E4M3)},
     ),

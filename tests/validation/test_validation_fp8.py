@@ -38,8 +38,8 @@ CU = {"cu_seqlens_q": torch.tensor([0, 10, 70], dtype=INT32), "cu_seqlens_k": to
     ("changes", "error", "message"),
     [
         ({"q": [1.0]}, TypeError, r"q: expected a torch.Tensor, got list"),
-        ({"q": lambda t: t.double()}, TypeError, r"q: expected dtype float32, bfloat16, float16, got float64"),
-        ({"q": lambda t: t.to(E4M3)}, TypeError, r"q: expected dtype float32, bfloat16, float16, got float8_e4m3fn"),
+        ({"q": lambda t: t.double()}, TypeError, r"q: expected dtype float32, bfloat16 or float16, got float64"),
+        ({"q": lambda t: t.to(E4M3)}, TypeError, r"q: expected dtype float32, bfloat16 or float16, got float8_e4m3fn"),
         ({"k": lambda t: t.half()}, TypeError, r"k: expected dtype float32 like q, got float16"),
         ({"q": lambda t: t[0]}, ValueError, r"q: expected 4 dimensions .* got 3"),
         ({"k": lambda t: t[..., :4]}, ValueError, r"k: expected head_dim 8 like q, got 4"),
@@ -288,13 +288,13 @@ def test_precision_is_refused(packed_too):
         q, k, v = (changes.get("all", lambda t: t)(t) for t in packed())
         return onepass.attention_varlen(q, k, v, **CU, precision=precision)
 
-    with pytest.raises(ValueError, match=r"precision: expected one of fp8, got 'fp4'"):
+    with pytest.raises(ValueError, match=r"precision: expected 'fp8', got 'fp4'"):
         call("fp4")
-    with pytest.raises(TypeError, match=r"precision: expected one of fp8, got 8"):
+    with pytest.raises(TypeError, match=r"precision: expected 'fp8', got 8"):
         call(8)
     doubles = dict.fromkeys(("all",) if packed_too else "qkv", torch.Tensor.double)
     with pytest.raises(
-        TypeError, match=r"q: expected dtype float32, bfloat16, float16 with precision='fp8', got float64"
+        TypeError, match=r"q: expected dtype float32, bfloat16 or float16 with precision='fp8', got float64"
     ):
         call("fp8", **doubles)
     assert not onepass.supports(**tensors(), precision="fp4").ok

@@ -346,7 +346,7 @@ class RotaryEmbedding(torch.nn.Module):
             self._update_cos_sin_cache(count, device=qkv.device, dtype=qkv.dtype)
         cos, sin = self._cos_cached, self._sin_cached
         if cos is None or sin is None:
-            raise ValueError("max_seqlen: expected an int with the first seqlen_offset in a tensor, got None")
+            raise ValueError("max_seqlen: expected an int where the first seqlen_offset is a tensor, got None")
         cos_k, sin_k = (cos, sin) if self.scale is None else (self._cos_k_cached, self._sin_k_cached)
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)

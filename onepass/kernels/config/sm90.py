@@ -343,8 +343,8 @@ class BackwardConfigSm90(LaunchConfig):
     vector_bytes: ClassVar[int] = 16
 
     @property
-    def key_tiles(self) -> int:
-        """Tiles of 64 keys of a thread block."""
+    def row_blocks(self) -> int:
+        """Row blocks of 64 keys that a thread block has of a tile."""
         return 1 if self.by_gradient else self.num_warpgroups
 
     @property
@@ -355,7 +355,7 @@ class BackwardConfigSm90(LaunchConfig):
     @property
     def tile_n(self) -> int:
         """Keys of a tile of the grid."""
-        return ROWS_PER_WARPGROUP * self.key_tiles * self.tile_blocks
+        return ROWS_PER_WARPGROUP * self.row_blocks * self.tile_blocks
 
     @property
     def ds_buffers(self) -> int:
@@ -462,7 +462,7 @@ class BackwardConfigSm90(LaunchConfig):
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of a thread block: what `BackwardSm90.kernel` allocates, in its order."""
         d, dv = self.head_dims(problem)
-        keys = ROWS_PER_WARPGROUP * self.key_tiles
+        keys = ROWS_PER_WARPGROUP * self.row_blocks
         kv = keys * (d + dv)
         q_do = self.tile_m * (self.q_stages * d + self.do_stages * dv)
         ds = self.ds_buffers * keys * self.tile_m
@@ -480,7 +480,7 @@ class BackwardConfigSm90(LaunchConfig):
         flags = 16 * self.consumer_warps * self.flag_vectors(problem)
         total = 2 * (kv + q_do + ds + p) + 4 * stats + flags + 8 * barriers
         if self.rows_in_background(problem):
-            # the ends of two tiles, full of each warp's stage; the stages of the background warps
+            # the ends of two tiles, full of each warp's scratch; that of the background warps
             total += 8 * (2 + 4 + self.consumer_warps)
             total = -(-total // 128) * 128 + 2 * self.rows_bytes  # which are aligned
         return total

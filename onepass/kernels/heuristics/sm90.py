@@ -468,6 +468,7 @@ def _does_rows_in_background(problem: AttentionProblem) -> bool:
         head_dim 64, 1024 to 8192: causal 0.99, 1.06, 1.05, 1.04; full 1.02, 0.98, 0.98, 0.99
         head_dim 128, 1024 to 8192: causal 1.05, 1.08, 1.03, 1.04; full 1.03, 1.00, 0.97, 1.00
         head_dim 256, 1024 to 4096: causal 0.98, 1.00, 0.99; full 1.03, 1.00, 1.01
+        head_dim 64 and 128, 2048 and 8192: causal window of 1024 0.99 to 1.05; seqused_k 1.00 to 1.04
 
     It takes as much of the L1 cache during tiles as before them. Under a causal mask, where tiles differ, it fills what
     they leave; at head_dim 256 its smaller stages cost that again.

@@ -55,7 +55,7 @@ def window_bounds(problem: AttentionProblem) -> tuple[int | None, int | None]:
 
 
 def score_scales(problem: AttentionProblem) -> tuple[float, float | None]:
-    """scale_log2 and tanh_scale of `online_softmax.Scores`."""
+    """scale_log2 and tanh_scale of `ScoreFactors`."""
     if problem.softcap is None:
         return problem.softmax_scale * LOG2_E, None
     return problem.softcap * LOG2_E, 2 * LOG2_E * problem.softmax_scale / problem.softcap

@@ -21,6 +21,7 @@ backward/gemms.py         its GEMMs
 backward/scores.py        P and dS
 backward/exchange.py      dS through shared memory
 backward/dq_atomic.py     sums of dQ in global memory; dq_private.py with private_dq
+backward/turns.py         turns to add to dQ, and the warp that keeps them, if the problem is deterministic
 backward/dkv.py           dK and dV to global memory, repair
 backward/past_the_end.py  zeros past the end of a sequence
 backward/inputs.py        what it is given

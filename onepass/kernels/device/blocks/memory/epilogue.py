@@ -52,7 +52,7 @@ def store_rows(
 
 @cute.jit
 def store_rows_staged(
-    acc: cute.Tensor, weight: Float32, out: cute.Tensor, first_row: Int32, end: Int32, stage: cute.Pointer
+    acc: cute.Tensor, weight: Float32, out: cute.Tensor, first_row: Int32, end: Int32, scratch: cute.Pointer
 ):
     """out[first_row + i] = weight * row i of a warp's 16 rows, up to row `end`, through shared memory.
 
@@ -63,13 +63,13 @@ def store_rows_staged(
         acc: (2, columns) of this thread; every 8-column block of a row is spread over its quad, 2 columns a lane. 16
             divides the columns.
         out: (rows, head_dim), each row contiguous and 16-byte aligned.
-        stage: 2 KB of shared memory for this warp alone, 128-byte aligned; free again when all lanes return.
+        scratch: 2 KB of shared memory for this warp alone, 128-byte aligned; free again when all lanes return.
 
-    A row of 64 columns takes 128 bytes of the stage, in which 16-byte vectors are exchanged: vector v of row i lies at
+    A row of 64 columns takes 128 bytes of it, in which 16-byte vectors are exchanged: vector v of row i lies at
     v xor (i mod 8), so that neither stmatrix nor the reads have bank conflicts.
     """
     lane = cute.arch.lane_idx()
-    start = stage.toint()
+    start = scratch.toint()
     # stmatrix: lane 8 m + i names row i of a matrix; matrices 0 and 1 are rows 0 to 7 and 8 to 15 of one block of 8
     # columns, 2 and 3 of the next block
     written = start + lane % 16 * 128 + ((lane // 16) ^ (lane % 8)) * 16

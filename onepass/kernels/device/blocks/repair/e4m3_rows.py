@@ -12,7 +12,7 @@ from ..memory import warp
 from ..memory.e4m3 import pair_as_floats
 from ..softmax.cache_scales import CacheDescales
 from ..softmax.modifiers import PairsOfQuery
-from ..softmax.online import Scores
+from ..softmax.online import ScoreFactors
 from . import rows as repair_rows
 
 
@@ -35,7 +35,7 @@ def recompute_row(
     out: cute.Tensor,  # (head_dim_v,)
     low: Int32,
     high: Int32,
-    scores: Scores,
+    factors: ScoreFactors,
     row_max: Float32,
     weight: Float32,
     descales: CacheDescales | None,
@@ -47,7 +47,7 @@ def recompute_row(
 
     Args: modified: the modifiers of the row's pairs.
     """
-    scale_log2, tanh_scale = scores
+    scale_log2, tanh_scale = factors
     lane, num_pairs = cute.arch.lane_idx(), cute.size(out) // 2
     reference = (row_max if row_max > -Float32.inf else Float32(0.0)) * scale_log2
     acc = cute.make_rmem_tensor((2 * ceil_div(num_pairs, LANES),), Float32)

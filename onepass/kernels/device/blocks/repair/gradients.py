@@ -19,7 +19,7 @@ from .....geometry.tile_scheduler import LANES
 from ..memory.row_stats import stats_of_row
 from ..softmax.mask import Geometry
 from ..softmax.modifiers import Modifiers, PairsOfKey, PairsOfQuery, Place
-from ..softmax.online import Scores
+from ..softmax.online import ScoreFactors
 from .rows import (
     HIDDEN,
     VECTOR_BYTES,
@@ -73,7 +73,7 @@ def _gradient_of_score(
     v: cute.Tensor,
     minus_lse: Float32,
     minus_delta: Float32,
-    scores: Scores,
+    factors: ScoreFactors,
     wants_p: cutlass.Constexpr[bool],
     vector_bytes: cutlass.Constexpr[int],
     pairs: PairsOfQuery | PairsOfKey | None = None,
@@ -89,12 +89,12 @@ def _gradient_of_score(
     Returns: with pairs, HIDDEN for a pair that they hide.
     """
     score = dot(q, k, vector_bytes)
-    if cutlass.const_expr(scores.tanh_scale is not None):
-        score = soft_cap(score, scores.tanh_scale, q.element_type)
+    if cutlass.const_expr(factors.tanh_scale is not None):
+        score = soft_cap(score, factors.tanh_scale, q.element_type)
     full_score = score
     if cutlass.const_expr(pairs is not None):
         full_score = pairs.score(score, other)
-    p = cute.math.exp2(full_score * scores.scale_log2 + minus_lse, fastmath=True)
+    p = cute.math.exp2(full_score * factors.scale_log2 + minus_lse, fastmath=True)
     result = p
     if cutlass.const_expr(wants_p):
         if cutlass.const_expr(pairs is not None):
@@ -105,7 +105,7 @@ def _gradient_of_score(
         if cutlass.const_expr(pairs is not None):
             dp = dp * pairs.keep_factor(other)
         result = p * (dp + minus_delta)
-        if cutlass.const_expr(scores.tanh_scale is not None):
+        if cutlass.const_expr(factors.tanh_scale is not None):
             result *= 1.0 - score * score
     if cutlass.const_expr(pairs is not None):
         result = Float32(HIDDEN) if full_score == -Float32.inf else result
@@ -121,7 +121,7 @@ def add_queries(
     mdO: cute.Tensor,  # (seqlen_q, head_dim_v)
     stats: cute.Tensor,  # from the sequence's first block of queries on
     queries: tuple,
-    scores: Scores,
+    factors: ScoreFactors,
     is_v: cutlass.Constexpr[bool],
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
     pairs: PairsOfKey | None = None,
@@ -138,7 +138,7 @@ def add_queries(
         query = minimum(first + cute.arch.lane_idx(), high - 1)
         q, dout = mQ[query, None], mdO[query, None]
         query_stats = stats_of_row(stats, query)
-        arguments = (q, k, dout, v, *query_stats, scores, is_v, vector_bytes, pairs, query)
+        arguments = (q, k, dout, v, *query_stats, factors, is_v, vector_bytes, pairs, query)
         weight = _gradient_of_score(*arguments)
         add_rows(acc, weight, mdO if cutlass.const_expr(is_v) else mQ, first, high - first, pairs is not None)
         lost = is_lost(acc)
@@ -152,7 +152,7 @@ def recompute_dq(
     sources: SourceTensors,  # (seqlen, dim) each
     stats: cute.Tensor,  # from the sequence's first block of queries on
     geometry: Geometry,
-    scores: Scores,
+    factors: ScoreFactors,
     softmax_scale: Float32,
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
     modifiers: Modifiers | None = None,
@@ -173,7 +173,7 @@ def recompute_dq(
     while low < high and not lost:
         key = minimum(low + cute.arch.lane_idx(), high - 1)
         k, v = sources.k[key, None], sources.v[key, None]
-        arguments = (q, k, dout, v, *query_stats, scores, False, vector_bytes, pairs, key)
+        arguments = (q, k, dout, v, *query_stats, factors, False, vector_bytes, pairs, key)
         weight = _gradient_of_score(*arguments)
         add_rows(acc, weight, sources.k, low, minimum(high - low, LANES), pairs is not None)
         lost = is_lost(acc)

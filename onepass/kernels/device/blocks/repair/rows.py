@@ -18,7 +18,7 @@ from .....geometry.integers import ceil_div, minimum
 from .....geometry.tile_scheduler import LANES
 from ..memory import warp
 from ..softmax.modifiers import PairsOfQuery
-from ..softmax.online import LN2, Scores
+from ..softmax.online import LN2, ScoreFactors
 from ..softmax.sinks import weight_of_sink
 
 VECTOR_BYTES = 16  # bytes of a load
@@ -166,7 +166,7 @@ def recompute_row(
     out: cute.Tensor,  # (head_dim_v,)
     low: Int32,
     high: Int32,
-    scores: Scores,
+    factors: ScoreFactors,
     row_max: Float32,
     weight: Float32,
     vector_bytes: cutlass.Constexpr[int] = VECTOR_BYTES,
@@ -178,7 +178,7 @@ def recompute_row(
 
     Args: pairs: the modifiers of the row's pairs.
     """
-    scale_log2, tanh_scale = scores
+    scale_log2, tanh_scale = factors
     reference = (row_max if row_max > -Float32.inf else Float32(0.0)) * scale_log2
     acc = row_sums(out)
     lost = Boolean(False)

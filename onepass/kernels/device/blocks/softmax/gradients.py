@@ -20,7 +20,7 @@ from ..repair.rows import soft_cap
 from . import mask
 from .dropout import StagedFlags, bit, flag_of
 from .modifiers import Block, Modifiers, element, place_of
-from .online import Scores
+from .online import ScoreFactors
 
 # A score whose softcap has no slope any more; finite, because softmax_scale may be 0.
 FAR_BELOW = -3e38
@@ -101,7 +101,7 @@ class GradientScores(Untraced):
 
     Args:
         kernel: a KeyTiles; its dtype is that of the inputs.
-        scales: the factors of scores.
+        factors: those of the scores.
         p, ds: the registers of P and dS. With float32 inputs p is the accumulator of S, and dS takes the place of dP.
         kept: with dropout through registers.
         flags, dropped: with dropout through shared memory: its flags, and the registers of what it keeps of p.
@@ -112,7 +112,7 @@ class GradientScores(Untraced):
         self,
         kernel: Any,
         region: Region,
-        scales: Scores,
+        factors: ScoreFactors,
         modifiers: Modifiers | None,
         p: cute.Tensor,
         ds: cute.Tensor | None,
@@ -121,20 +121,20 @@ class GradientScores(Untraced):
         dropped: cute.Tensor | None = None,
         keeps_slope: bool = False,
     ):
-        self.kernel, self.region, self.scales, self.modifiers = kernel, region, scales, modifiers
+        self.kernel, self.region, self.factors, self.modifiers = kernel, region, factors, modifiers
         self.p, self.ds, self.kept, self.flags, self.dropped = p, ds, kept, flags, dropped
         # -lse * log2(e) and -delta of the queries in this thread's columns, four of each sixteen
         self.minus_lse, self.minus_delta = (
             cute.make_rmem_tensor((4, ceil_div(region.num_queries, 16)), Float32) for _ in range(2)
         )
         # with a softcap: P times its slope 1 - tanh^2
-        self.capped = None if scales.tanh_scale is None else cute.make_rmem_tensor((cute.size(p),), p.element_type)
+        self.capped = None if factors.tanh_scale is None else cute.make_rmem_tensor((cute.size(p),), p.element_type)
         self.slope = cute.make_rmem_tensor((1,), Float32) if keeps_slope else None  # of ALiBi
 
     @cute.jit
     def exponentials(self, acc_s: cute.Tensor, tile, head: Int32, m_block: Int32):
         """P overwrites S; with a softcap, P times its slope is kept, too."""
-        scale_log2 = self.scales.scale_log2
+        scale_log2 = self.factors.scale_log2
         self.mask_if_needed(acc_s, tile, head, m_block, FAR_BELOW if self.capped is not None else -math.inf)
         terms = None
         if cutlass.const_expr(self.adds_terms):
@@ -144,7 +144,7 @@ class GradientScores(Untraced):
             for i in cutlass.range_constexpr(cute.size(acc_s) // 2):
                 capped = []
                 for j in (2 * i, 2 * i + 1):
-                    score = soft_cap(acc_s[j], self.scales.tanh_scale, self.kernel.dtype)
+                    score = soft_cap(acc_s[j], self.factors.tanh_scale, self.kernel.dtype)
                     full_score, is_hidden = score, None
                     if cutlass.const_expr(terms is not None):
                         m, r, c = element(j, self.region.m_tiles)
@@ -222,7 +222,7 @@ class GradientScores(Untraced):
 
     @cute.jit
     def make_ds(self, acc_dp: cute.Tensor, tile, head, m_block, minus_delta: cutlass.Constexpr[bool] = False):
-        """dS = P (dP - delta), rounded to 16 bits, or for float32 inputs in place of dP.
+        """dS = P (dP - delta), rounded to 16 bits, or for float32 inputs where dP was.
 
         Args: minus_delta: whether acc_dp holds dP - delta already; with dropout it must not.
         """

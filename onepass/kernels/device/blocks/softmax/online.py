@@ -32,8 +32,8 @@ ROWS = 2  # rows of a thread
 LN2 = math.log(2.0)
 
 
-class Scores(NamedTuple):
-    """How raw scores q.k become exponentials: exp2(scale_log2 * s), with a softcap after s = tanh(..)."""
+class ScoreFactors(NamedTuple):
+    """The factors that make raw scores q.k exponentials: exp2(scale_log2 * s), with a softcap after s = tanh(..)."""
 
     scale_log2: Float32
     tanh_scale: Float32 | None  # 2 log2(e) * softmax_scale / softcap; None: no softcap

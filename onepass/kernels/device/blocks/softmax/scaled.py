@@ -56,7 +56,7 @@ from ..memory.untraced import Untraced
 from ..memory.warp import broadcast
 from ..repair.rows import soft_cap
 from . import online as online_softmax
-from .online import ROWS, OnlineSoftmax, Scores
+from .online import ROWS, OnlineSoftmax, ScoreFactors
 
 SCALE_BLOCK_LOG2 = SCALE_BLOCK.bit_length() - 1
 # With p_codes an octave has eight codes, P = 1 has the code 8 * 15 - 0.465, and a code is the bits of a float16 without
@@ -126,11 +126,11 @@ class KeyScales(Untraced):
         self.next_v[0] = v_scale[minimum(block, cute.size(v_scale) - 1)]
 
     @cute.jit
-    def take(self, k_scale, v_scale, first: Int32, n_block: Int32, is_first: cutlass.Constexpr[bool]):
-        """Prepare `group_scales` of tile n_block. Args: is_first: the head's first tile; its chunk is loaded."""
-        if cutlass.const_expr(is_first):
+    def take(self, k_scale, v_scale, first: Int32, n_block: Int32, begins: cutlass.Constexpr[bool]):
+        """Prepare `group_scales` of tile n_block. Args: begins: whether it is visited first; its chunk is loaded."""
+        if cutlass.const_expr(begins):
             self._next_chunk()
-        if cutlass.const_expr(not is_first):
+        if cutlass.const_expr(not begins):
             if (n_block & self.size - 1) == self.size - 1:
                 self._next_chunk()
         if (n_block & self.size - 1) == 0:
@@ -160,7 +160,7 @@ class ScaledSoftmax(OnlineSoftmax):
 
     def __init__(
         self,
-        scores: Scores,
+        factors: ScoreFactors,
         rescale_threshold: float,
         tile_n: int,
         p_dtype: torch.dtype = torch.float8_e4m3fn,
@@ -168,7 +168,7 @@ class ScaledSoftmax(OnlineSoftmax):
     ):
         super().__init__(Float32(1.0), rescale_threshold)
         self.scale = 1.0  # a constant: multiplications with it vanish
-        self.scores = scores
+        self.factors = factors
         self.input_dtype = Float32 if p_dtype == torch.float16 else None  # for `soft_cap`: float32 in halves
         self.exponent = float(p_exponent(rescale_threshold, p_dtype))
         self.columns = group_keys(tile_n) // 4  # a thread's columns of a group
@@ -182,7 +182,7 @@ class ScaledSoftmax(OnlineSoftmax):
 
     def scale_of_row(self, q_scale: Float32) -> Float32:
         """What `take_scales` needs of a row: the factors of its multiplier that do not depend on the key."""
-        return q_scale if self.scores.tanh_scale is not None else q_scale * self.scores.scale_log2
+        return q_scale if self.factors.tanh_scale is not None else q_scale * self.factors.scale_log2
 
     @cute.jit
     def take_scales(self, row_scale: cute.Tensor, keys: KeyScales, n_block: Int32):
@@ -198,10 +198,10 @@ class ScaledSoftmax(OnlineSoftmax):
         """Scores in place -> their tanh; what is left is the factor of the softcap."""
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                factor = self.multiplier[r, c // self.columns] * self.scores.tanh_scale
+                factor = self.multiplier[r, c // self.columns] * self.factors.tanh_scale
                 scores[r, c] = soft_cap(scores[r, c], factor, self.input_dtype)
             for g in cutlass.range_constexpr(self.groups):
-                self.multiplier[r, g] = self.scores.scale_log2
+                self.multiplier[r, g] = self.factors.scale_log2
 
     # ---------------------------------------------------------------- what OnlineSoftmax calls
 

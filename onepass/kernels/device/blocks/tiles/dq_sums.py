@@ -22,7 +22,7 @@ class Accumulator(NamedTuple):
         stats: (blocks, 2 * tile_m) float32: -lse * log2(e) of the rows (-inf: neither keys nor a sink, or no row);
             then -delta.
         turns: (blocks * consumer warps,) int32, None unless deterministic: how many tiles of keys have been added
-            to a warp's share of a block. On Hopper the first warp of a warpgroup counts for all of them.
+            to a warp's share of a block. On Hopper a warpgroup has one counter, that of its first warp.
         blocks_per_head: blocks of a head, of all packed sequences together.
         num_heads: query heads.
     """
@@ -41,7 +41,7 @@ class AdditionTurns(Untraced):
     needed, and one fence makes this warp's last addition known to others and theirs to it.
 
     Args:
-        kernel: a KeyTiles with is_deterministic.
+        kernel: a KeyTiles.
         lane: this thread's in its warp.
         share: (tile, head, m_block) -> the number of this warp's share of a block of dQ, see Accumulator.turns.
     """
@@ -56,7 +56,7 @@ class AdditionTurns(Untraced):
     def look(self, tile, head: Int32, m_block: Int32) -> Int32:
         """How many tiles have added to this warp's share of dQ, or fewer; 0 unless deterministic."""
         seen = Int32(0)
-        if cutlass.const_expr(self.kernel.is_deterministic):
+        if cutlass.const_expr(self.kernel.adds_in_turns):
             seen = look_at(self.counts.iterator + self.share(tile, head, m_block))
         return seen
 
@@ -69,7 +69,7 @@ class AdditionTurns(Untraced):
 
         Args: seen: what `look` returned.
         """
-        if cutlass.const_expr(self.kernel.is_deterministic):
+        if cutlass.const_expr(self.kernel.adds_in_turns):
             self.finish()
             self.unfinished[0] = self.share(tile, head, m_block)
             turn = self.kernel.turn_of(tile, m_block)
@@ -79,7 +79,7 @@ class AdditionTurns(Untraced):
     @cute.jit
     def finish(self):
         """Give the turn to the next tile, after the additions of all lanes, which were issued a step ago."""
-        if cutlass.const_expr(self.kernel.is_deterministic):
+        if cutlass.const_expr(self.kernel.adds_in_turns):
             cute.arch.sync_warp()
             if self.lane == 0:
                 cute.arch.fence_acq_rel_gpu()

@@ -23,14 +23,18 @@ from ..repair import gradients as repair_gradients
 from ..repair.rows import VECTOR_BYTES, SourceTensors, row_sums, write_row
 from ..softmax.mask import Geometry
 from ..softmax.modifiers import Modifiers, place_of
-from ..softmax.online import Scores
+from ..softmax.online import ScoreFactors
 from .dq_sums import Accumulator
 from .packed import Lengths, PackedSchedule, used_keys
 from .schedule import Schedule, Sequences
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys and the query blocks it visits."""
+    """A tile of keys and the query blocks it visits.
+
+    Blocks [first, last) see keys of the tile, and among them [clear_first, clear_last) need no mask (QueryBlocks).
+    `first_visit` and `next_visit` have the order.
+    """
 
     n_block: Int32
     head_kv: Int32
@@ -44,10 +48,10 @@ class KeyTile(NamedTuple):
     clear_last: Int32
     last: Int32
     sequence: Int32  # batch entry, or number of the packed sequence
-    place: Int32 | None  # in its ring, and the tiles of this; with ring_lag
-    ring: Int32 | None
-    in_ascending_end: Boolean | None  # whether its head is one of the last, which ascend; with has_ascending_end
-    ascends: Boolean | None  # with heads_together: whether it begins with its first query block, not with its last one
+    place: Int32 | None  # its place in its ring; with ring_lag
+    ring: Int32 | None  # the number of tiles of its ring; with ring_lag
+    in_ascending_end: Boolean | None  # whether its head is one of the last, whose tiles ascend; with has_ascending_end
+    from_first: Boolean | None  # whether it begins with its first query block, not with its last; with heads_together
 
 
 class KeyTiles:
@@ -57,8 +61,8 @@ class KeyTiles:
     tile_n: int  # keys of a tile
     group: int  # query heads of a kv head
     is_packed: bool
-    is_deterministic: bool  # tiles add to dQ in turns
-    is_descending: bool  # the order of these turns, see `block_range.following_query_block`
+    adds_in_turns: bool  # tiles add to a block of dQ one after the other
+    is_descending: bool  # these turns begin with the last tile, see `block_range.following_query_block`
     has_ascending_end: bool = False  # the last heads do not descend, see `tile_scheduler.turning_coord`
     ring_lag: int = 0  # tiles add in rings, see `block_range.turn_in_ring`; 0: in one of the orders above
     heads_together: bool = False  # see BackwardConfigSm90
@@ -69,11 +73,12 @@ class KeyTiles:
     def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
         """The order of tiles of packed sequences.
 
-        Tiles are made of keys here, so this is a schedule of queries with both sides exchanged.
+        Tiles are made of keys here, so this is a schedule of queries with both sides exchanged. Where tiles add in
+        turns, all heads take a tile before the next one.
         """
         lengths_of_keys = Lengths(lengths.cu_seqlens_k, lengths.cu_seqlens_q, None)
         num_heads = schedule.divisors.num_heads
-        return PackedSchedule(lengths_of_keys, rows_k, rows_q, num_heads, self.tile_n, self.is_deterministic)
+        return PackedSchedule(lengths_of_keys, rows_k, rows_q, num_heads, self.tile_n, self.adds_in_turns)
 
     @cute.jit
     def tile_at(self, number: Int32, schedule: Schedule, seqlens: Sequences) -> KeyTile:
@@ -91,12 +96,12 @@ class KeyTiles:
             entry = minimum(sequence, schedule.batch - 1)
             first_tile = origin_k // self.tile_n + sequence
         else:
-            order = schedule.divisors, schedule.num_m_blocks, schedule.batch
+            order = schedule.divisors, schedule.tiles_of_head, schedule.batch
             if cutlass.const_expr(self.has_ascending_end):
                 (n_block, head, origin_q), in_ascending_end = tile_scheduler.turning_coord(number, *order)
             else:
                 n_block, head, origin_q = tile_scheduler.tile_coord(number, *order)
-            num_blocks = schedule.num_m_blocks
+            num_blocks = schedule.tiles_of_head
             origin_k, entry, sequence = origin_q, origin_q, origin_q
             seqlen_q, rows_k = seqlens.seqlen_q, seqlens.seqlen_k
         if cutlass.const_expr(not self.is_descending):
@@ -115,37 +120,38 @@ class KeyTiles:
         if cutlass.const_expr(self.ring_lag > 0):
             place = n_block % schedule.tiles_in_ring
             ring = minimum(schedule.tiles_in_ring, num_blocks - n_block + place)
-        ascends = None
+        from_first = None
         if cutlass.const_expr(self.heads_together):
             # A thread block draws its second tile when its first one ends. Longest first, a tile that begins n blocks
             # of queries later than another one has n blocks less, at its beginning: if tiles of the second wave begin
             # with their first block, all visit the same one. Those of the first wave begin at the same time, and end
             # with the same block.
             _, in_section = divmod(number, schedule.divisors.tiles_per_section)
-            ascends = in_section // (cute.arch.grid_dim()[0] // self.cluster_size) % 2 == 1
+            from_first = in_section // (cute.arch.grid_dim()[0] // self.cluster_size) % 2 == 1
         coordinates = n_block, head, origin_q, origin_k, rows_k, first_m_block
-        return KeyTile(*coordinates, geometry, *blocks, sequence, place, ring, in_ascending_end, ascends)
+        return KeyTile(*coordinates, geometry, *blocks, sequence, place, ring, in_ascending_end, from_first)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         return at_head(t, m, head, origin, self.is_packed)
 
     def first_visit(self, tile: KeyTile) -> tuple:
         """The head and the query block with which a tile begins; `next_visit` says how it goes on."""
-        m_block = select(self._ascends(tile), tile.first, tile.last - 1)
+        m_block = select(self._from_first(tile), tile.first, tile.last - 1)
         if cutlass.const_expr(self.ring_lag > 0):
             m_block = tile.place * self.ring_lag
         return tile.head_kv * self.group, m_block
 
-    def _ascends(self, tile: KeyTile) -> Boolean | bool:
+    def _from_first(self, tile: KeyTile) -> Boolean | bool:
+        """Whether a tile begins with its first query block and goes up, not with its last one and down."""
         if self.heads_together:
-            return tile.ascends
+            return tile.from_first
         if self.has_ascending_end:
             return tile.in_ascending_end == 0
-        return self.is_descending or not self.is_deterministic
+        return self.is_descending or not self.adds_in_turns
 
     def next_visit(self, tile: KeyTile, head: Int32, m_block: Int32) -> tuple:
         first_head = tile.head_kv * self.group
-        order = self.is_deterministic or self.heads_together, self._ascends(tile), self.ring_lag > 0
+        order = self.adds_in_turns or self.heads_together, self._from_first(tile), self.ring_lag > 0
         return following_query_block(head, m_block, first_head, self.group, tile.first, tile.last, *order)
 
     def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:
@@ -182,7 +188,7 @@ class KeyTiles:
         ballots: tuple,
         sources: SourceTensors,
         accumulator: Accumulator,
-        scores: Scores,
+        factors: ScoreFactors,
         is_v: cutlass.Constexpr[bool],
         modifiers: Modifiers | None = None,
     ):
@@ -210,5 +216,5 @@ class KeyTiles:
                     if cutlass.const_expr(modifiers is not None):
                         place = place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.is_packed)
                         pairs = modifiers.pairs_of_key(place, key)
-                    repair_gradients.add_queries(acc, *rows, queries, scores, is_v, self.vector_bytes, pairs)
+                    repair_gradients.add_queries(acc, *rows, queries, factors, is_v, self.vector_bytes, pairs)
                 write_row(gradient[key, None], acc, scale)

@@ -12,8 +12,8 @@ from .named_barrier import NamedBarrier
 THREADS = 2 * 128  # threads of two warpgroups: one waits, the one before it arrives
 
 
-class Turns(Untraced):
-    """The turns of a consumer warpgroup, if it takes any.
+class Pingpong(Untraced):
+    """The turns in which a consumer warpgroup issues its GEMMs, if it takes any.
 
     Args:
         wg, num_warpgroups: its number among the consumer warpgroups, and how many there are.

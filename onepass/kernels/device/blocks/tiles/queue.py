@@ -10,10 +10,10 @@ into shared memory, from where the producer and the consumers take it:
 In a cluster the scheduler of the first thread block draws for all of them: every warp of the cluster arrives at its
 barrier `empty`, and it sends the number to all of them (st.async).
 
-When to draw: a number drawn is a promise, and promises made early unbalance the work. With the longest tiles first,
-a draw at the start of a tile leaves the busiest of 132 thread blocks 2 to 11 percent above the mean in the causal cases
-of the FlashAttention-3 paper (head_dim 128 to 256, tests/geometry/test_tile_scheduler.py); a draw 4 key blocks before
-its end, 0 to 3 percent. The producer asks when it has DRAW_AHEAD blocks left to load.
+When to draw: numbers that are drawn early unbalance the work. With the longest tiles first, a draw at the start of a
+tile leaves the busiest of 132 thread blocks 2 to 11 percent above the mean in the causal cases of the FlashAttention-3
+paper (head_dim 128 to 256, tests/geometry/test_tile_scheduler.py); a draw 4 key blocks before its end, 0 to 3 percent.
+The producer asks when it has DRAW_AHEAD blocks left to load.
 
 The first tile of thread block c is number c; draw x is number num_ctas + x. A thread block stops at its first number
 past the end, so a launch draws num_tiles times in all: num_tiles - num_ctas tiles and num_ctas ends. `atom.inc` wraps

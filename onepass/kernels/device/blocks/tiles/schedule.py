@@ -11,7 +11,7 @@ from .....geometry import tile_scheduler
 from .....geometry.splits import Splits
 from ....arguments import ModifierTensors
 from ..softmax.modifiers import Modifiers
-from ..softmax.online import Scores
+from ..softmax.online import ScoreFactors
 from .packed import Lengths
 
 
@@ -35,7 +35,7 @@ class ScoreArguments(NamedTuple):
     """
 
     softmax_scale: Float32 | None
-    scales: Scores
+    factors: ScoreFactors
     window_left: Int32 | None
     window_right: Int32 | None
     tensors: ModifierTensors | None
@@ -43,7 +43,7 @@ class ScoreArguments(NamedTuple):
     @classmethod
     def of(cls, a: Any, softmax_scale: Float32 | None = None) -> ScoreArguments:
         """Args: a: the arguments of a kernel of attention."""
-        return cls(softmax_scale, Scores(a.scale_log2, a.tanh_scale), a.window_left, a.window_right, a.modifiers)
+        return cls(softmax_scale, ScoreFactors(a.scale_log2, a.tanh_scale), a.window_left, a.window_right, a.modifiers)
 
     def modifiers(self, in_order: bool = False) -> Modifiers | None:
         """Args: in_order: whether gradients are added in a fixed order."""
@@ -64,13 +64,14 @@ class Schedule(NamedTuple):
     For packed sequences the host knows the number of heads only, from which the kernel makes a PackedSchedule.
 
     Attributes:
+        tiles_of_head: tiles of queries, or in a backward of keys.
         batch: entries of the order: batch entries, or with splits (split, batch entry).
         entries: FastDivmodDivisorV2 of the batch entries of one split.
         tiles_in_ring: of tiles of keys that add to dQ in rings (see `block_range.turn_in_ring`).
     """
 
     num_tiles: Int32 | None
-    num_m_blocks: Int32 | None
+    tiles_of_head: Int32 | None
     batch: Int32 | None
     divisors: tile_scheduler.Divisors
     splits: Splits | None = None

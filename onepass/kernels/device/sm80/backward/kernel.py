@@ -86,7 +86,7 @@ class BackwardSm80(KeyTiles):
             module, self.gemms = backward_gemms_16bit, backward_gemms_16bit.BackwardGemms16Bit
         self.make_tiled_mmas = module.make_tiled_mmas
         self.is_packed = problem.is_packed
-        self.is_deterministic = problem.deterministic
+        self.adds_in_turns = problem.deterministic
         self.is_descending = config.adds_descending(problem)
 
     # ---------------------------------------------------------------- host
@@ -147,9 +147,9 @@ class BackwardSm80(KeyTiles):
 
         thread = cute.arch.thread_idx()[0]
         number = cute.arch.block_idx()[0]
-        if cutlass.const_expr(self.is_deterministic):
+        if cutlass.const_expr(self.adds_in_turns):
             number = self.draw_number(smem, accumulator, thread)
-        seqlens = scores.sequences(tensors.q.shape[0], tensors.k.shape[0], lengths, self.is_deterministic)
+        seqlens = scores.sequences(tensors.q.shape[0], tensors.k.shape[0], lengths, self.adds_in_turns)
         if cutlass.const_expr(self.is_packed):
             schedule = self.schedule_of_keys(schedule, lengths, seqlens.seqlen_k, seqlens.seqlen_q)
             # the grid was made for the worst case
@@ -164,7 +164,7 @@ class BackwardSm80(KeyTiles):
         buffers = Buffers(sK, sV, sQ, sdO, sdS, sP, sStats)
         sources = tensors if cutlass.const_expr(self.may_recompute) else None
         outputs = mdK, mdV, sources, seqlens.modifiers
-        warps = BackwardWarps(self, buffers, tiled_mmas, scores.softmax_scale, scores.scales, accumulator, *outputs)
+        warps = BackwardWarps(self, buffers, tiled_mmas, scores.softmax_scale, scores.factors, accumulator, *outputs)
         self.compute(warps, loaders, tensors, tile)
 
     @cute.jit

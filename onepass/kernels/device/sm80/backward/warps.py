@@ -22,7 +22,7 @@ from ...blocks.repair import gradients as repair_gradients
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.gradients import GradientScores, KeptBits, Region, stat_of_column
 from ...blocks.softmax.modifiers import Modifiers
-from ...blocks.softmax.online import Scores
+from ...blocks.softmax.online import ScoreFactors
 from ...blocks.tiles.dq_sums import Accumulator, AdditionTurns
 from ...blocks.tiles.key_tiles import KeyTile
 
@@ -58,7 +58,7 @@ class BackwardWarps(Untraced):
         buffers: Buffers,
         mmas: Mmas,
         softmax_scale: Float32,
-        scores: Scores,
+        factors: ScoreFactors,
         accumulator: Accumulator,
         mdK: cute.Tensor,
         mdV: cute.Tensor,
@@ -67,7 +67,7 @@ class BackwardWarps(Untraced):
     ):
         config = self.config = kernel.config
         self.kernel, self.buffers = kernel, buffers
-        self.softmax_scale, self.scales, self.accumulator = softmax_scale, scores, accumulator
+        self.softmax_scale, self.factors, self.accumulator = softmax_scale, factors, accumulator
         self.mdK, self.mdV, self.sources, self.modifiers = mdK, mdV, sources, modifiers
         self.drops = modifiers is not None and modifiers.drops
         self.dv_scale = modifiers.tensors.keep_scale if self.drops else Float32(1.0)
@@ -107,7 +107,7 @@ class BackwardWarps(Untraced):
                 # P as it was before dropout, in addition to the operand of dV
                 self.whole_p = cute.make_rmem_tensor(gemms.shape_s, self.kernel.dtype)
                 p = cute.recast_tensor(self.whole_p, Int32)
-        return GradientScores(self.kernel, self.region, self.scales, self.modifiers, p, ds, kept)
+        return GradientScores(self.kernel, self.region, self.factors, self.modifiers, p, ds, kept)
 
     # ---------------------------------------------------------------- a step
 
@@ -278,5 +278,5 @@ class BackwardWarps(Untraced):
         for i in cutlass.range_constexpr(len(found)):
             if found[i][0] | found[i][1] != 0:
                 first_key = cute.arch.make_warp_uniform(broadcast(self.first_key(tile, i), 0))
-                inputs = (self.sources, self.accumulator, self.scales, is_v, self.modifiers)
+                inputs = (self.sources, self.accumulator, self.factors, is_v, self.modifiers)
                 self.kernel.recompute_keys(tile, gradient, scale, first_key, found[i], *inputs)

@@ -226,7 +226,7 @@ class ForwardSm80:
             entry, head, tile_n = tile.origin_k, self.head_kv(tile), self.config.tile_n
             descales = CacheDescales(descale_tensors, pages, entry, head, tile_n, self.descales_by_block)
         sinks = None if cutlass.const_expr(mSinks is None) else Sinks(mSinks, lengths.cu_seqlens_q)
-        inputs = tiled_mma, scores.scales, tensors, (mO, mLSE), sinks, pages, descales, seqlens.modifiers
+        inputs = tiled_mma, scores.factors, tensors, (mO, mLSE), sinks, pages, descales, seqlens.modifiers
         warps = self.make_warps(self, (sQ, sK, sV), *inputs)
         if cutlass.const_expr(self.is_split):
             has_no_keys = tile.blocks.first == tile.blocks.last
@@ -245,7 +245,7 @@ class ForwardSm80:
         if cutlass.const_expr(self.is_packed):
             m_block, head, origin_q, seqlen_q, origin_k, seqlen_k, sequence, _ = schedule.find(number)
         else:
-            coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
+            coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.tiles_of_head, schedule.batch)
             m_block, head, origin_q = coord
             origin_k = sequence = origin_q
             seqlen_q, seqlen_k = seqlens.seqlen_q, used_keys(seqlens.lengths, origin_k, seqlens.seqlen_k)

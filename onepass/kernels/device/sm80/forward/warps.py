@@ -28,7 +28,7 @@ from ...blocks.softmax import mask
 from ...blocks.softmax.cache_scales import CacheDescales
 from ...blocks.softmax.mask import Geometry
 from ...blocks.softmax.modifiers import Block, Modifiers, Place, place_of
-from ...blocks.softmax.online import LN2, OnlineSoftmax, Scores, finish
+from ...blocks.softmax.online import LN2, OnlineSoftmax, ScoreFactors, finish
 from ...blocks.softmax.sinks import Sinks
 from ...blocks.tiles.paged import PagedRows, Pages
 
@@ -53,7 +53,7 @@ class Warps(Untraced):
         kernel,
         buffers: tuple,
         tiled_mma,
-        scores: Scores,
+        factors: ScoreFactors,
         tensors: SourceTensors,
         outputs: tuple,
         sinks: Sinks | None,
@@ -64,7 +64,7 @@ class Warps(Untraced):
         """Args: buffers: of Q, K and V. outputs: out and lse, rows first."""
         config = self.config = kernel.config
         self.pages, self.descales, self.modifiers = pages, descales, modifiers
-        self.kernel, self.scores = kernel, scores
+        self.kernel, self.factors = kernel, factors
         self.tensors, (self.mO, self.mLSE), self.sinks = tensors, outputs, sinks
         self.tile_m, self.tile_n, self.m_tiles = config.tile_m, config.tile_n, config.m_tiles
         self.thread = kernel.loading_thread()
@@ -81,8 +81,8 @@ class Warps(Untraced):
         )
         self.is_lazy = config.rescale_threshold > 0
         # the factor of scores in the exponent; unless it is folded, scores are scaled before
-        self.natural_scale = scores.scale_log2 * LN2
-        scale_log2 = scores.scale_log2 if config.fold_scale else Float32(1.0 / LN2)
+        self.natural_scale = factors.scale_log2 * LN2
+        scale_log2 = factors.scale_log2 if config.fold_scale else Float32(1.0 / LN2)
         self.softmax = [OnlineSoftmax(scale_log2, config.rescale_threshold) for _ in range(self.m_tiles)]
 
     # ---------------------------------------------------------------- scores
@@ -101,9 +101,9 @@ class Warps(Untraced):
         """Turn S of the keys n_start, n_start + 1, .. into P, and bring O to P's reference."""
         if cutlass.const_expr(self.kernel.has_e4m3_cache):
             self._scale_scores()
-        if cutlass.const_expr(self.scores.tanh_scale is not None):
+        if cutlass.const_expr(self.factors.tanh_scale is not None):
             for i in cutlass.range_constexpr(cute.size(self.acc_s)):
-                self.acc_s[i] = soft_cap(self.acc_s[i], self.scores.tanh_scale, self.kernel.dtype)
+                self.acc_s[i] = soft_cap(self.acc_s[i], self.factors.tanh_scale, self.kernel.dtype)
         blocks = [self.block_of(tile, i, n_start) for i in range(self.m_tiles)]
         if cutlass.const_expr(self.modifiers is not None and self.modifiers.adds_terms):
             for i in cutlass.range_constexpr(self.m_tiles):
@@ -223,7 +223,7 @@ class Warps(Untraced):
             sink = None
             if cutlass.const_expr(self.sinks is not None):
                 sink = self.sinks.at_row(head, tile.origin_q)
-            weight, lse = finish(softmax.row_max[r], softmax.row_sum[r], self.scores.scale_log2, sink)
+            weight, lse = finish(softmax.row_max[r], softmax.row_sum[r], self.factors.scale_log2, sink)
             if cutlass.const_expr(self.modifiers is not None and self.modifiers.drops):
                 weight = weight * self.modifiers.tensors.keep_scale
             weights[r] = weight
@@ -266,7 +266,7 @@ class Warps(Untraced):
                     low = maximum(low, tile.blocks.first * self.config.block_keys)
                     high = minimum(high, tile.blocks.last * self.config.block_keys)
                 q, out = mQ[position, None], mO[position, None]
-                row_arguments = (q, mK, mV, out, low, high, self.scores, reference, weight)
+                row_arguments = (q, mK, mV, out, low, high, self.factors, reference, weight)
                 if cutlass.const_expr(self.kernel.has_e4m3_cache):
                     e4m3_rows.recompute_row(*row_arguments, self.descales, pairs)
                 else:

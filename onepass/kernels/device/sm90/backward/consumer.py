@@ -17,7 +17,7 @@ What a step calls are parts of the consumer, each in a file of its own:
 
     gemms            gemms.py         operands and accumulators of the five GEMMs
     scores           scores.py        P and dS, with what mask, softcap, ALiBi, bias and dropout do to them
-    turns            pingpong.py      which warpgroup issues its GEMMs
+    pingpong         blocks/tiles/pingpong.py      which warpgroup issues its GEMMs
     exchange         exchange.py      dS of all warpgroups in shared memory
     sums             dq_atomic.py     where dQ is added; dq_private.py, if a thread block has sums of its own
     gradients        dkv.py           dK and dV of a finished tile
@@ -39,7 +39,7 @@ from ...blocks.memory.epilogue import STAGED_COLUMNS, STAGED_ROWS
 from ...blocks.memory.ptx import order_after_words
 from ...blocks.memory.untraced import Untraced
 from ...blocks.tiles.named_barrier import NamedBarrier
-from ...blocks.tiles.pingpong import Turns
+from ...blocks.tiles.pingpong import Pingpong
 from ..forward.tile import WARPGROUP, after
 from .dkv import KeyGradients
 from .dq_atomic import AtomicSums
@@ -57,7 +57,7 @@ class BackwardConsumer(Untraced):
     def __init__(self, kernel, buffers: Buffers, inputs: Inputs):
         self.kernel, self.pipes = kernel, inputs.pipes
         self.thread = thread = this_thread()
-        self.turns = Turns(kernel.config.pingpong, thread.wg, kernel.num_warpgroups)
+        self.pingpong = Pingpong(kernel.config.pingpong, thread.wg, kernel.num_warpgroups)
         self.gemms = BackwardGemms(kernel, thread, inputs.mmas, buffers)
         self.scores = BackwardScores(kernel, thread, inputs, buffers, thread.wg * ROWS_PER_WARPGROUP)
         self.exchange = Exchange(kernel, thread, inputs.mmas, buffers, thread.wg)
@@ -67,9 +67,9 @@ class BackwardConsumer(Untraced):
         self.overlaps = kernel.config.overlap_gradients
         # With a softcap registers are scarce: those of delta become those of dP. Dropout scales dP alone.
         self.delta_in_dp = self.scores.capped is not None and not self.scores.drops
-        # what this warpgroup's GEMMs read: dQ sums over the keys of all warpgroups
-        self.keys = [(buffers.k[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(kernel.num_warpgroups)]
-        self.keys.append((buffers.v[None, None, thread.wg], thread.wg * ROWS_PER_WARPGROUP))
+        # the rows of K and V that this warpgroup's GEMMs read: K of all warpgroups, because dQ sums over their keys
+        self.rows_of_keys = [(buffers.k[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(kernel.num_warpgroups)]
+        self.rows_of_keys.append((buffers.v[None, None, thread.wg], thread.wg * ROWS_PER_WARPGROUP))
 
     # ---------------------------------------------------------------- through all tiles of the thread block
 
@@ -78,7 +78,7 @@ class BackwardConsumer(Untraced):
         kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         ds_count = Int32(0)
-        self.turns.begin()
+        self.pingpong.begin()
         while number < queue.num_tiles:
             tile = self.kernel.tile_at(number, schedule, seqlens)
             num_steps = (tile.last - tile.first) * self.kernel.group
@@ -87,11 +87,11 @@ class BackwardConsumer(Untraced):
             if num_steps > 0:
                 self.pipes.k.consumer_wait(kv_state)
                 self.pipes.v.consumer_wait(kv_state)
-                self.past_the_end.clear_keys(tile, self.keys)
+                self.past_the_end.clear_keys(tile, self.rows_of_keys)
                 self.gemms.load_keys()
                 head, m_block = self.kernel.first_visit(tile)
                 self.scores.load_slope(tile, head)
-                before = head, m_block  # the query block of the step before
+                before = head, m_block  # the query block of the step before; of the first step itself, which has none
                 self.pipes.q.consumer_wait(q_state)
                 acc_s = self.gemms.issue_s(q_state)
                 self.scores.read_lse(q_state)
@@ -150,13 +150,13 @@ class BackwardConsumer(Untraced):
         Args: block, following, before: head and number of this query block, of the next one, and of the one before,
         whose dQ is computed now.
         """
-        # The other warpgroup wakes up while the tensor cores have this one's last instruction.
-        pass_early = self.turns.pass_on if self.overlaps else None
+        # Passed on before the last instruction, the turn wakes the other warpgroup while the tensor cores execute it.
+        pass_early = self.pingpong.pass_on if self.overlaps else None
         next_q = after(q_state)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
             self.exchange.wait_for_ds(ds_count - 1)
-        self.turns.wait()
+        self.pingpong.wait()
         if cutlass.const_expr(has_previous):
             acc_dq = self.gemms.issue_dq(ds_count - 1)
         if cutlass.const_expr(self.delta_in_dp):
@@ -164,7 +164,7 @@ class BackwardConsumer(Untraced):
         acc_dp = self.gemms.issue_dp(do_state, self.scores.minus_delta if self.delta_in_dp else None)
         self.gemms.issue_dv(self.scores.rP_of_dv, do_state, pass_early)
         if cutlass.const_expr(not self.overlaps):
-            self.turns.pass_on()
+            self.pingpong.pass_on()
         if cutlass.const_expr(has_previous):
             self.sums.turns.take()
             warpgroup.wait_group(2)
@@ -187,12 +187,12 @@ class BackwardConsumer(Untraced):
             self.pipes.do.consumer_release(do_state)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
-        self.turns.wait()
+        self.pingpong.wait()
         if cutlass.const_expr(has_next):
             acc_s = self.gemms.issue_s(next_q)
         self.gemms.issue_dk(self.scores.rdS, q_state, pass_early)
         if cutlass.const_expr(not self.overlaps):
-            self.turns.pass_on()
+            self.pingpong.pass_on()
         if cutlass.const_expr(has_next):
             self.scores.read_lse(next_q)
             self.scores.draw_flags(tile, *following)
@@ -218,15 +218,15 @@ class BackwardConsumer(Untraced):
     def store(self, tile, next_ds: Int32):
         """Write dK and dV of a finished tile.
 
-        They go through this warpgroup's part of the buffer that its next dS will be written to. The buffer is free:
-        the last dQ came after all warps had sent the last dS, and by then the dQ before was finished.
+        They go through this warpgroup's part of the buffer for its next dS, which is free (`Exchange.send_ds`): the
+        last dQ has waited for the last dS of all warps.
         """
-        stage = (
+        scratch = (
             self.exchange.sdS[None, None, self.exchange.ds_tile(next_ds)].iterator
             + self.thread.number // LANES * STAGED_ROWS * STAGED_COLUMNS
         )
-        self.gradients.store_dv(tile, self.gemms.acc_dv, stage)
-        self.gradients.store_dk(tile, self.gemms.acc_dk, stage)
-        # a warp of the next tile writes its dS where another one has its stage
+        self.gradients.store_dv(tile, self.gemms.acc_dv, scratch)
+        self.gradients.store_dk(tile, self.gemms.acc_dk, scratch)
+        # in the next tile a warp writes dS where another warp's scratch was
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.thread.wg, number_of_threads=WARPGROUP)
         self.sums.repair(tile)

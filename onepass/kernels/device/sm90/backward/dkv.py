@@ -27,12 +27,12 @@ class KeyGradients(Untraced):
             self.dv_scale = modifiers.tensors.keep_scale
 
     @cute.jit
-    def store_dk(self, tile, acc: cute.Tensor, stage: cute.Pointer | None = None):
-        self._store(tile, acc, self.inputs.mdK, self.inputs.softmax_scale, False, stage)
+    def store_dk(self, tile, acc: cute.Tensor, scratch: cute.Pointer | None = None):
+        self._store(tile, acc, self.inputs.mdK, self.inputs.softmax_scale, False, scratch)
 
     @cute.jit
-    def store_dv(self, tile, acc: cute.Tensor, stage: cute.Pointer | None = None):
-        self._store(tile, acc, self.inputs.mdV, self.dv_scale, True, stage)
+    def store_dv(self, tile, acc: cute.Tensor, scratch: cute.Pointer | None = None):
+        self._store(tile, acc, self.inputs.mdV, self.dv_scale, True, scratch)
 
     @cute.jit
     def _store(
@@ -42,11 +42,11 @@ class KeyGradients(Untraced):
         m: cute.Tensor,
         scale: Float32,
         is_v: cutlass.Constexpr[bool],
-        stage: cute.Pointer | None,
+        scratch: cute.Pointer | None,
     ):
         """Write rows of a gradient, and repair those that have a NaN.
 
-        Args: stage: 2 KB of shared memory for this warp, if there is room.
+        Args: scratch: 2 KB of shared memory for this warp, if there is room.
         """
         region, sources = self.region, self.inputs.sources
         rows = [tile.n_block * self.kernel.tile_n + region.row_in_tile + 8 * r for r in range(2)]
@@ -54,8 +54,8 @@ class KeyGradients(Untraced):
         # the first of this warp's 16 keys, made uniform: see forward/output.py
         first_key = cute.arch.make_warp_uniform(rows[0] - region.lane // 4)
         gradient = self.kernel.at_head(m, m, tile.head_kv, tile.origin_k)
-        if cutlass.const_expr(stage is not None and m.element_type is not Float32):
-            epilogue.store_rows_staged(rows_and_columns(acc), scale, gradient, first_key, tile.rows_k, stage)
+        if cutlass.const_expr(scratch is not None and m.element_type is not Float32):
+            epilogue.store_rows_staged(rows_and_columns(acc), scale, gradient, first_key, tile.rows_k, scratch)
         else:
             weights = cute.make_rmem_tensor((2,), Float32)
             weights.fill(scale)
@@ -65,5 +65,5 @@ class KeyGradients(Untraced):
             ballots = repair_gradients.nan_rows(rows_and_columns(acc), is_row)
             if ballots[0] | ballots[1] != 0:
                 cute.arch.sync_warp()  # other lanes write the same rows again
-                inputs = (sources, self.inputs.accumulator, self.inputs.scales, is_v, self.inputs.modifiers)
+                inputs = (sources, self.inputs.accumulator, self.inputs.factors, is_v, self.inputs.modifiers)
                 self.kernel.recompute_keys(tile, gradient, scale, first_key, ballots, *inputs)

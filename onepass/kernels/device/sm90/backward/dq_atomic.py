@@ -22,7 +22,7 @@ class AtomicSums(Untraced):
 
     def __init__(self, kernel, thread: Thread, inputs: Inputs):
         self.kernel, self.thread, self.accumulator = kernel, thread, inputs.accumulator
-        self.turns = TurnsOfWarp(kernel.is_deterministic, thread.wg, inputs.turns)
+        self.turns = TurnsOfWarp(kernel.adds_in_turns, thread.wg, inputs.turns)
 
     @cute.jit
     def share(self, tile, head: Int32, m_block: Int32) -> Int32:
@@ -58,18 +58,18 @@ class AtomicSums(Untraced):
     @cute.jit
     def add_share(self, acc_dq: cute.Tensor, share: Int32):
         start = self.address(acc_dq, share)
-        few, all_blocks = self.blocks_of_share()
-        for i in cutlass.range_constexpr(0, 4 * few, 4):
+        common, most = self.column_blocks()
+        for i in cutlass.range_constexpr(0, 4 * common, 4):
             add_to_global(start + i * LANES, [acc_dq[i + c] for c in range(4)])
-        if cutlass.const_expr(few < all_blocks):
+        if cutlass.const_expr(common < most):
             if self.thread.wg == 0:
-                for i in cutlass.range_constexpr(4 * few, 4 * all_blocks, 4):
+                for i in cutlass.range_constexpr(4 * common, 4 * most, 4):
                     add_to_global(start + i * LANES, [acc_dq[i + c] for c in range(4)])
 
-    def blocks_of_share(self) -> tuple[int, int]:
-        """Blocks of 8 columns of a share of dQ: those that every warpgroup has, and those of warpgroup 0.
+    def column_blocks(self) -> tuple[int, int]:
+        """How many blocks of 8 columns every warpgroup adds of its share of dQ, and how many warpgroup 0 adds.
 
-        Columns past head_dim are zero, and are not added.
+        Columns past head_dim are zero, and are not added: with shares of columns, the last warpgroup's may be short.
         """
         count = self.kernel.dq_columns // 8
         first_columns = 0, 0 if self.kernel.is_dq_by_rows else self.kernel.dq_columns

@@ -28,7 +28,7 @@ class PrivateSums(AtomicSums):
     def __init__(self, kernel, thread: Thread, inputs: Inputs):
         super().__init__(kernel, thread, inputs)
         self.mdQ, self.sources = inputs.mdQ, inputs.sources
-        self.softmax_scale, self.scales = inputs.softmax_scale, inputs.scales
+        self.softmax_scale, self.factors = inputs.softmax_scale, inputs.factors
         # the first of this thread's two rows of a block of dQ
         self.row = thread.wg * ROWS_PER_WARPGROUP + thread.row if kernel.is_dq_by_rows else thread.row
         # whether a dq that this tile has written has a NaN
@@ -118,4 +118,4 @@ class PrivateSums(AtomicSums):
                 end = minimum(start + 16, tile.geometry.seqlen_q)
                 if is_last:
                     for query in cutlass.range(start, end, unroll=1):
-                        repair_gradients.recompute_dq(dq, query, *rows, tile.geometry, self.scales, self.softmax_scale)
+                        repair_gradients.recompute_dq(dq, query, *rows, tile.geometry, self.factors, self.softmax_scale)

@@ -14,11 +14,11 @@ from .inputs import Buffers, Mmas, Thread
 class Exchange(Untraced):
     """dS of a step in two buffers, as rows of queries, where the GEMMs of dQ read that of all warpgroups.
 
-    Args: tile: the number of this warpgroup's keys among the tiles of 64 keys of a buffer.
+    Args: row_block: the number of this warpgroup's 64 keys among those of a buffer.
     """
 
-    def __init__(self, kernel, thread: Thread, mmas: Mmas, buffers: Buffers, tile: Int32 | int):
-        self.kernel, self.thread, self.tile = kernel, thread, tile
+    def __init__(self, kernel, thread: Thread, mmas: Mmas, buffers: Buffers, row_block: Int32 | int):
+        self.kernel, self.thread, self.row_block = kernel, thread, row_block
         self.sdS, self.ds_full = buffers.ds, buffers.ds_full
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), kernel.dtype)
         self.copy_ds = cute.make_tiled_copy_C(stmatrix, mmas.s).get_slice(thread.number)
@@ -26,7 +26,7 @@ class Exchange(Untraced):
 
     def ds_tile(self, count: Int32) -> Int32:
         """The tile of shared memory for this warpgroup's dS of a step."""
-        return count % 2 * self.kernel.key_tiles + self.tile
+        return count % 2 * self.kernel.row_blocks + self.row_block
 
     @cute.jit
     def write(self, operand: cute.Tensor, tile: Int32 | int):
@@ -35,10 +35,10 @@ class Exchange(Untraced):
 
     @cute.jit
     def send_ds(self, rdS: cute.Tensor, count: Int32):
-        """Write dS of these keys, and say so by one arrival of this warp, whose share of the dQ before is finished.
+        """Write dS of these keys; one arrival of each warp says so.
 
-        The buffer is free: every warpgroup has sent the step before, and by then had waited for the dQ that read the
-        buffer.
+        The buffer is free. It was read by the dQ of two steps before, for which each warp waited before it sent dS of
+        the step before; and this warp has waited for those.
         """
         self.write(rdS, self.ds_tile(count))
         cute.arch.sync_warp()

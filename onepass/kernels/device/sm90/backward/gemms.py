@@ -21,23 +21,23 @@ class KeyGemms(Untraced):
     Accumulators that begin at zero are new registers each time: an old one would be an operand, and kept until then.
 
     Args:
-        tile: the number of these keys among the tiles of K and V in shared memory.
+        row_block: the number of these 64 keys among those of K and V in shared memory.
 
     Attributes:
         acc_dk, acc_dv: the sums over all query blocks of a tile.
     """
 
-    def __init__(self, kernel, thread: Thread, mmas: Mmas, buffers: Buffers, tile: Int32 | int):
+    def __init__(self, kernel, thread: Thread, mmas: Mmas, buffers: Buffers, row_block: Int32 | int):
         self.kernel, self.thread, self.mmas = kernel, thread, mmas
         s, dp, dv, dk = (mma.get_slice(thread.number) for mma in mmas[:4])
-        self.own_k = buffers.k[None, None, tile]
+        self.own_k = buffers.k[None, None, row_block]
         rK = mmas.s.make_fragment_A(s.partition_A(buffers.k))
         if kernel.keys_in_registers:
             self.rK = cute.make_rmem_tensor(cute.select(rK.layout, [0, 1, 2]).shape, kernel.dtype)
         else:
-            self.rK = rK[None, None, None, tile]
+            self.rK = rK[None, None, None, row_block]
         self.rQ = mmas.s.make_fragment_B(s.partition_B(buffers.q))
-        self.rV = mmas.dp.make_fragment_A(dp.partition_A(buffers.v))[None, None, None, tile]
+        self.rV = mmas.dp.make_fragment_A(dp.partition_A(buffers.v))[None, None, None, row_block]
         self.rdO = mmas.dp.make_fragment_B(dp.partition_B(buffers.do))
         self.rdO_t = mmas.dv.make_fragment_B(dv.partition_B(transposed(buffers.do)))
         self.rQ_t = mmas.dk.make_fragment_B(dk.partition_B(transposed(buffers.q)))
@@ -93,8 +93,8 @@ class BackwardGemms(KeyGemms):
 
     def __init__(self, kernel, thread: Thread, mmas: Mmas, buffers: Buffers):
         super().__init__(kernel, thread, mmas, buffers, thread.wg)
-        row_block, column_block = (thread.wg, 0) if kernel.is_dq_by_rows else (0, thread.wg)
-        sdS = cute.local_tile(buffers.ds, (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (row_block, 0, None))
+        queries, column_block = (thread.wg, 0) if kernel.is_dq_by_rows else (0, thread.wg)
+        sdS = cute.local_tile(buffers.ds, (ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP), (queries, 0, None))
         sK_t = cute.local_tile(transposed(buffers.k), (kernel.dq_columns, ROWS_PER_WARPGROUP), (column_block, 0, None))
         dq = mmas.dq.get_slice(thread.number)
         self.rdS_q = mmas.dq.make_fragment_A(dq.partition_A(sdS))
@@ -104,8 +104,8 @@ class BackwardGemms(KeyGemms):
     def issue_dq(self, count: Int32) -> cute.Tensor:
         """This warpgroup's share of dQ = dS K, over the keys of all warpgroups."""
         acc_dq = cute.make_rmem_tensor(self.shape_dq, Float32)
-        tiles = self.kernel.key_tiles
-        first = count % 2 * tiles
-        pairs = [(self.rdS_q[None, None, None, first + w], self.rK_t[None, None, None, w]) for w in range(tiles)]
+        row_blocks = self.kernel.row_blocks
+        first = count % 2 * row_blocks
+        pairs = [(self.rdS_q[None, None, None, first + w], self.rK_t[None, None, None, w]) for w in range(row_blocks)]
         wgmma.issue_sum(self.mmas.dq, acc_dq, pairs, False)
         return acc_dq

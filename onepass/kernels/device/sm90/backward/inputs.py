@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, pipeline
 from .....geometry.tile_scheduler import LANES
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax.modifiers import Modifiers
-from ...blocks.softmax.online import Scores
+from ...blocks.softmax.online import ScoreFactors
 from ...blocks.tiles.dq_sums import Accumulator
 from ..forward.tile import WARPGROUP, WARPS
 from .turns import TurnBarriers
@@ -39,9 +39,9 @@ class Buffers(NamedTuple):
     """Shared memory of the consumers, and barriers of what they send each other.
 
     Attributes:
-        k, v: (64, columns, tiles), the keys of a tile.
+        k, v: (64, columns, row blocks), the keys that this thread block has of a tile.
         q, do: (tile_m, columns, buffers).
-        ds: (tile_m, 64, tiles), all tiles of a buffer together.
+        ds: (tile_m, 64, buffers * row blocks): queries in rows; the row blocks of keys of a buffer follow each other.
         stats: (STAT_ROWS * tile_m, buffers) float32, -lse * log2(e) and -delta of the rows of q.
         flags: of dropout, see StagedFlags.
         p, p_full: see `wide.Exchange`.
@@ -69,7 +69,7 @@ class Inputs(NamedTuple):
     pipes: BackwardPipes
     mmas: Mmas
     softmax_scale: Float32
-    scales: Scores
+    factors: ScoreFactors
     accumulator: Accumulator
     mdK: cute.Tensor
     mdV: cute.Tensor

@@ -65,7 +65,7 @@ from .inputs import BackwardPipes, Buffers, Inputs, Mmas
 from .paired import PEER_PIECES, PairedConsumer, adds_piece, piece_of
 from .producer import BackwardProducer
 from .rows import FIRST_WARP as FIRST_BACKGROUND_WARP
-from .rows import BackgroundRows, Progress, RowTensors, Stage, make_row_tensors
+from .rows import BackgroundRows, Progress, RowTensors, Scratch, make_row_tensors
 from .turns import SLOTS, TurnBarriers, TurnKeeper
 from .wide import P_WORDS, WideConsumer
 
@@ -118,27 +118,27 @@ class BackwardSm90(KeyTiles):
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.head_dim, self.head_dim_v = config.head_dims(problem)
         self.true_head_dim = problem.head_dim
-        # of GEMMs that sum over columns; those past the last one are zero
+        # instructions of the GEMMs S and dP, which sum over 16 columns each; columns past the head dim are zero
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
-        self.key_tiles, self.dq_columns = config.key_tiles, config.dq_columns(problem)
+        self.row_blocks, self.dq_columns = config.row_blocks, config.dq_columns(problem)
         self.keys_in_registers = config.keys_in_registers(problem)
-        self.num_pieces = self.head_dim // self.dq_columns  # of dQ, with by_gradient
+        self.num_pieces = self.head_dim // self.dq_columns  # of the columns of a dQ, with by_gradient
         # a warpgroup's share of a dQ: 64 of the queries, or some of the columns
         self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
         self.is_paired, self.cluster_size, self.ds_buffers = config.paired, config.tile_blocks, config.ds_buffers
         mask = Mask() if problem.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
         self.has_intervals = problem.has_intervals
-        self.adds_in_order = problem.deterministic
-        # tiles may hold hidden pairs, whose terms of the gradients may be NaN
+        self.is_deterministic = problem.deterministic
+        # tiles may hold hidden pairs, which may bring NaN to gradients
         self.hides_pairs = problem.hides_pairs or problem.has_seqused_k
         self.longest_first = config.longest_first and self.has_window == (False, True)
         self.is_packed = problem.is_packed
         self.has_private_dq = config.private_dq
-        self.is_deterministic = config.adds_in_turns(problem)
+        self.adds_in_turns = config.adds_in_turns(problem)
         self.is_descending = config.adds_descending(problem)
         self.has_ascending_end = config.has_ascending_end(problem)
-        self.ring_lag = config.ring_lag if self.is_deterministic else 0
+        self.ring_lag = config.ring_lag if self.adds_in_turns else 0
         self.heads_together = config.heads_together
         # K, V, Q and dO may hold arbitrary values past the end of a sequence
         self.has_garbage = problem.is_packed or problem.has_seqused_k
@@ -156,11 +156,11 @@ class BackwardSm90(KeyTiles):
         q, k, v, dout, dk, dv = a[:6]
         if cutlass.const_expr(self.is_packed):
             q, k, v, dout, dk, dv = (as_batch_of_one(t) for t in a[:6])
-        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.key_tiles, self.dtype, self.dq_columns)
-        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.key_tiles, self.dtype)
+        sK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim, self.row_blocks, self.dtype, self.dq_columns)
+        sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.row_blocks, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
-        sdS_layout = smem_tiles(self.tile_m, ROWS_PER_WARPGROUP, self.ds_buffers * self.key_tiles, self.dtype)
+        sdS_layout = smem_tiles(self.tile_m, ROWS_PER_WARPGROUP, self.ds_buffers * self.row_blocks, self.dtype)
         sPeerK_layout = None
         if cutlass.const_expr(self.is_paired):
             sPeerK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.dq_columns, PEER_PIECES, self.dtype)
@@ -224,7 +224,7 @@ class BackwardSm90(KeyTiles):
             cluster=(self.cluster_size, 1, 1) if self.is_paired else None,
             stream=stream,
             min_blocks_per_mp=1,
-            cooperative=self.is_deterministic,  # a wait for a turn is a wait for a thread block that runs
+            cooperative=self.adds_in_turns,  # a wait for a turn is a wait for a thread block that runs
         )
 
     def _make_tiled_mmas(self) -> Mmas:
@@ -291,7 +291,7 @@ class BackwardSm90(KeyTiles):
         stats_layout = cute.make_layout((STAT_ROWS * self.tile_m, self.config.q_stages))
         sStats = smem.allocate_tensor(Float32, stats_layout, 128)
         k_columns = self.head_dim + (PEER_PIECES * self.dq_columns if self.is_paired else 0)
-        k_bytes, v_bytes = (self._bytes(ROWS_PER_WARPGROUP * self.key_tiles, d) for d in (k_columns, self.head_dim_v))
+        k_bytes, v_bytes = (self._bytes(ROWS_PER_WARPGROUP * self.row_blocks, d) for d in (k_columns, self.head_dim_v))
         stats_bytes = 4 * STAT_ROWS * self.tile_m
         pipes = BackwardPipes(
             self._make_pipeline(smem, 1, consumer_warps, k_bytes),
@@ -304,20 +304,20 @@ class BackwardSm90(KeyTiles):
                 )
             ),
         )
-        in_a_row = schedule.num_m_blocks if cutlass.const_expr(self.has_private_dq) else None
-        readers = consumer_warps + self.is_deterministic
+        in_a_row = schedule.tiles_of_head if cutlass.const_expr(self.has_private_dq) else None
+        readers = consumer_warps + self.adds_in_turns
         queue = TileQueue(smem, schedule.num_tiles, counter, readers, self.cluster_size, in_a_row, self.ring_lag > 0)
         ds_full, p_full = (smem.allocate_array(cutlass.Int64, self.ds_buffers) for _ in range(2))
         if cutlass.const_expr(self.is_paired):
             ds_empty = smem.allocate_array(cutlass.Int64, 1)
         turns = None
-        if cutlass.const_expr(self.is_deterministic):
+        if cutlass.const_expr(self.adds_in_turns):
             slots = SLOTS * self.num_warpgroups
             turns = TurnBarriers(*(smem.allocate_array(cutlass.Int64, slots) for _ in range(2)))
         tile_end = None
         if cutlass.const_expr(self.has_background_rows):
             tile_end = smem.allocate_array(cutlass.Int64, 2)
-            rows_full = smem.allocate_array(cutlass.Int64, WARPS + consumer_warps)  # of each warp's stage
+            rows_full = smem.allocate_array(cutlass.Int64, WARPS + consumer_warps)  # of each warp's scratch
             sRows = smem.allocate_tensor(cutlass.Int8, cute.make_layout((2 * self.config.rows_bytes,)), 128)
         if cute.arch.thread_idx()[0] == 0:
             if cutlass.const_expr(self.has_background_rows):
@@ -325,25 +325,25 @@ class BackwardSm90(KeyTiles):
                     cute.arch.mbarrier_init(tile_end + i, consumer_warps)
                 for i in cutlass.range_constexpr(WARPS + consumer_warps):
                     cute.arch.mbarrier_init(rows_full + i, 1)
-            if cutlass.const_expr(self.is_deterministic):
+            if cutlass.const_expr(self.adds_in_turns):
                 for i in cutlass.range_constexpr(SLOTS * self.num_warpgroups):
                     cute.arch.mbarrier_init(turns.granted + i, 1)
                     cute.arch.mbarrier_init(turns.added + i, WARPS)
             for i in cutlass.range_constexpr(self.ds_buffers):
-                cute.arch.mbarrier_init(ds_full + i, 1 if self.is_paired else WARPS * self.key_tiles)
+                cute.arch.mbarrier_init(ds_full + i, 1 if self.is_paired else WARPS * self.row_blocks)
                 cute.arch.mbarrier_init(p_full + i, WARPS)
             if cutlass.const_expr(self.is_paired):
                 cute.arch.mbarrier_init(ds_empty, self.config.tile_warps)
         cute.arch.mbarrier_init_fence()
         self.sync_cluster()
 
-        seqlens = scores.sequences(mQ.shape[0], mK.shape[0], lengths, self.adds_in_order)
+        seqlens = scores.sequences(mQ.shape[0], mK.shape[0], lengths, self.is_deterministic)
         # made by each role, which then keeps nothing in registers for another one
         make_background = functools.partial(
             BackgroundRows,
             *(self, tensors.rows, tensors.sources, accumulator, tensors.progress, scores, seqlens, schedule),
         )
-        if warp_id < WARPS:  # warpgroup 0
+        if warp_id < WARPS:  # the producer's warpgroup; those of consumers are numbered from 0
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
                 producer = BackwardProducer(
@@ -373,20 +373,20 @@ class BackwardSm90(KeyTiles):
                 if (warp_id >= FIRST_BACKGROUND_WARP) & (warp_id < FIRST_BACKGROUND_WARP + self.background_warps):
                     background = make_background()
                     place = (warp_id - FIRST_BACKGROUND_WARP) * self.config.rows_bytes
-                    stage = Stage(sRows.iterator.toint() + place, rows_full + warp_id)
-                    background.prepare(background.num_blocks, stage)
+                    scratch = Scratch(sRows.iterator.toint() + place, rows_full + warp_id)
+                    background.prepare(background.num_blocks, scratch)
                     if cutlass.const_expr(self.finishes_rows):
                         if background.all_have_started():
-                            background.finish(stage)
+                            background.finish(scratch)
                     background.leave(self.row_warps)
-            if cutlass.const_expr(self.is_deterministic):
+            if cutlass.const_expr(self.adds_in_turns):
                 if warp_id == KEEPER_WARP:
                     background = make_background() if self.has_background_rows else None
                     TurnKeeper(self, accumulator, turns, background).run(queue, schedule, seqlens)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             outputs = tensors.dk, tensors.dv, tensors.dq, tensors.sources, seqlens.modifiers
-            inputs = Inputs(pipes, tiled_mmas, scores.softmax_scale, scores.scales, accumulator, *outputs, turns)
+            inputs = Inputs(pipes, tiled_mmas, scores.softmax_scale, scores.factors, accumulator, *outputs, turns)
             buffers = Buffers(sK, sV, sQ, sdO, sdS, sStats, ds_full, sFlags, sP, p_full, sPeerK, sInbox, ds_empty)
             if cutlass.const_expr(self.is_paired):
                 consumer = PairedConsumer(self, buffers, inputs)
@@ -396,6 +396,7 @@ class BackwardSm90(KeyTiles):
                 consumer = BackwardConsumer(self, buffers, inputs)
             if cutlass.const_expr(self.has_background_rows):
                 background = make_background()
+                # all rows up to those of this thread block's first tile, whose origin_q is its batch entry
                 first = self.tile_at(queue.start(), schedule, seqlens)
                 heads = first.origin_q * mK.shape[2] + first.head_kv + 1
                 background.prepare(heads * background.blocks_of_group, None)
@@ -405,7 +406,7 @@ class BackwardSm90(KeyTiles):
                 if background.all_have_started():
                     # nobody needs the buffers any more
                     place = (warp_id - WARPS) * self.config.rows_bytes
-                    background.finish(Stage(sK.iterator.toint() + place, rows_full + warp_id))
+                    background.finish(Scratch(sK.iterator.toint() + place, rows_full + warp_id))
                     if cutlass.const_expr(self.hides_pairs):
                         background.repair()
             if cutlass.const_expr(self.has_background_rows):
@@ -424,20 +425,20 @@ class BackwardSm90(KeyTiles):
         else:
             cute.arch.sync_threads()
 
-    def is_first_of_cluster(self) -> Boolean:
+    def is_first_of_cluster(self) -> Boolean | bool:
         return True if self.cluster_size == 1 else cute.arch.block_idx_in_cluster() == 0
 
     @property
     def row_warps(self) -> int:
-        """Warps of a thread block that need rows.Progress."""
+        """Warps of a thread block that use the counters of rows.Progress."""
         return WARPS * self.num_warpgroups + self.background_warps + self.finishes_rows
 
     @property
     def background_warps(self) -> int:
-        return WARPS - FIRST_BACKGROUND_WARP - self.is_deterministic
+        return WARPS - FIRST_BACKGROUND_WARP - self.adds_in_turns
 
     def share_of(self, accumulator: Accumulator, tile, head: Int32, m_block: Int32, wg: Int32, rank: Int32) -> Int32:
-        """The number of the first of a warpgroup's shares of a block of dQ, whose counter of turns is that of all."""
+        """The number of a warpgroup's first share of a block of dQ, and of the counter of turns of all its shares."""
         number = self.m_block_number(accumulator, tile, head, m_block)
         if cutlass.const_expr(self.is_paired):
             return (number * self.num_pieces + piece_of(self, wg, rank)) * WARPS

@@ -232,8 +232,8 @@ class PairedConsumer(WideConsumer):
     def dv_step(
         self,
         tile,
-        following: tuple,
         block: tuple,
+        following: tuple,
         next_q,
         do_state,
         count: Int32,
@@ -242,12 +242,12 @@ class PairedConsumer(WideConsumer):
         self.pipes.do.consumer_wait(do_state)
         self.gemms.issue_dv(self.scores.rP_of_dv, do_state)
         # A wait for a turn may be long: it comes when all GEMMs that do not need it are issued.
-        if cutlass.const_expr(not self.kernel.is_deterministic):
+        if cutlass.const_expr(not self.kernel.adds_in_turns):
             self.sums.add_kept(tile)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
             acc_s = self.gemms.issue_s(next_q)
-        if cutlass.const_expr(self.kernel.is_deterministic):
+        if cutlass.const_expr(self.kernel.adds_in_turns):
             self.sums.add_kept(tile)
         if cutlass.const_expr(has_next):
             self.scores.read_lse(next_q)

@@ -25,24 +25,23 @@ class PastTheEnd(Untraced):
         self.kernel, self.thread, self.pipes, self.sQ, self.sdO = kernel, thread, pipes, buffers.q, buffers.do
 
     @cute.jit
-    def clear_keys(self, tile, tiles_of_keys: list):
+    def clear_keys(self, tile, row_blocks: list):
         """Clear rows of K or V.
 
-        Args: tiles_of_keys: tiles of 64 rows that have arrived, each with the number of its first key among those of
-        the tile.
+        Args: row_blocks: 64 rows each, which have arrived, with the number of the first key among those of the tile.
         """
         if cutlass.const_expr(self.kernel.has_garbage):
             end = tile.geometry.seqlen_k - tile.n_block * self.kernel.tile_n
             if end < self.kernel.tile_n:
-                for rows, start in tiles_of_keys:
+                for rows, start in row_blocks:
                     clear_rows(rows, end - start, self.thread.number, WARPGROUP)
-                self._show()
+                self._make_visible()
 
     @cute.jit
     def clear_queries(self, tile, m_block: Int32, q_state, do_state):
         """Clear rows of a block of Q and of dO, once they arrive; S of the block is masked.
 
-        Args: q_state: None if this warpgroup does not read Q here.
+        Args: q_state: None where this warpgroup's next GEMMs do not read Q.
         """
         if cutlass.const_expr(self.kernel.is_packed):
             end = tile.geometry.seqlen_q - m_block * self.kernel.tile_m
@@ -52,10 +51,10 @@ class PastTheEnd(Untraced):
                     clear_rows(self.sQ[None, None, q_state.index], end, self.thread.number, WARPGROUP)
                 self.pipes.do.consumer_wait(do_state)
                 clear_rows(self.sdO[None, None, do_state.index], end, self.thread.number, WARPGROUP)
-                self._show()
+                self._make_visible()
 
     @cute.jit
-    def _show(self):
+    def _make_visible(self):
         """Make what all threads of this warpgroup have cleared visible to its GEMMs."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.thread.wg, number_of_threads=WARPGROUP)

@@ -89,8 +89,8 @@ class BackwardProducer(Untraced):
         source = self.kernel.at_head(tg, m, tile.head_kv, tile.origin_k)
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
-        for w in cutlass.range_constexpr(self.kernel.key_tiles):
-            block = self._key_block(tile, self.rank) * self.kernel.key_tiles + w
+        for w in cutlass.range_constexpr(self.kernel.row_blocks):
+            block = self._key_block(tile, self.rank) * self.kernel.row_blocks + w
             cute.copy(atom, source[None, block], ts[None, w], tma_bar_ptr=barrier)
 
     def _key_block(self, tile, rank: Int32 | int) -> Int32:

@@ -7,7 +7,7 @@ counters in global memory:
     after     dq = softmax_scale * sum, in 16 bits                             when all tiles of the head have added
 
 Consumers help where somebody would wait for them: before their first tile, and after their last one. As kernels of
-their own, before and after the main one, the two take 75 us at 16k rows of 2048 columns, whatever the sequence length.
+their own, before and after the main one, the two take 75 and 49 us (H200, 16k rows of 2048 columns, any length).
 
 Who waits for whom. A tile waits for the rows of its head, all of which are drawn by warps that run and wait for nobody.
 (A tile whose keys no query sees does not wait, so dq waits for the rows of its head as well.) After its last tile a
@@ -58,7 +58,7 @@ from ..forward.tile import WARPS
 
 FIRST_WARP = 2  # the first of the background warps in the producer's warpgroup; the last one is its last warp
 VECTOR = 8  # elements of a load
-PIECE_ROWS, MOST_PIECE_COLUMNS = 16, 32  # of dq, which a warp converts at a time
+BOX_ROWS, MOST_BOX_COLUMNS = 16, 32  # of dq, which a warp converts at a time
 LOADS_AHEAD = 8  # of a consumer, which has registers for them
 
 
@@ -160,32 +160,32 @@ class RowTensors(NamedTuple):
     lse: cute.Tensor  # (seqlen_q, 1, num_heads_q, batch) float32
     dlse: cute.Tensor | None
     dq: cute.Tensor
-    tma_out: TmaRows  # boxes of as many rows as a stage of a background warp has room for
+    tma_out: TmaRows  # boxes of as many rows as the scratch of a background warp has room for
     tma_dout: TmaRows
-    tma_dq: TmaRows  # boxes of (PIECE_ROWS, piece_columns)
+    tma_dq: TmaRows  # boxes of (BOX_ROWS, box_columns)
 
 
 def make_row_tensors(kernel, out, dout, lse, dlse, dq) -> RowTensors:
     """Args: tensors as the kernel gets them, see BackwardSm90."""
     out, dout, dq = (rows_first(t) for t in (out, dout, dq))
     lse, dlse = (None if t is None else rows_first_of_lse(t) for t in (lse, dlse))
-    box = rows_of_stage(kernel), kernel.head_dim_v
+    box = rows_of_scratch(kernel), kernel.head_dim_v
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     loads = (tma_rows(t, box, load) for t in (out, dout))
-    return RowTensors(out, dout, lse, dlse, dq, *loads, tma_rows(dq, (PIECE_ROWS, piece_columns(kernel)), store))
+    return RowTensors(out, dout, lse, dlse, dq, *loads, tma_rows(dq, (BOX_ROWS, box_columns(kernel)), store))
 
 
-def piece_columns(kernel) -> int:
+def box_columns(kernel) -> int:
     """Columns of dq that a warp converts at a time."""
-    return math.gcd(kernel.dq_columns, MOST_PIECE_COLUMNS)
+    return math.gcd(kernel.dq_columns, MOST_BOX_COLUMNS)
 
 
-def rows_of_stage(kernel) -> int:
-    """Rows of out and of dout that a stage of a background warp has room for: a power of two."""
+def rows_of_scratch(kernel) -> int:
+    """Rows of out and of dout that the scratch of a background warp has room for: a power of two."""
     return min(LANES, 1 << (kernel.config.rows_bytes // (4 * kernel.head_dim_v)).bit_length() - 1)
 
 
-class Stage(NamedTuple):
+class Scratch(NamedTuple):
     """Shared memory of one warp, through which it reads what it works on: bytes on their way need no registers.
 
     Each block of rows goes through it in an even number of parts, so that part i ends phase i % 2 of the barrier.
@@ -202,7 +202,7 @@ class BackgroundRows(Untraced):
         """Args: scores: a ScoreArguments. schedule: the order of tiles of keys."""
         self.kernel, self.tensors, self.sources = kernel, tensors, sources
         self.accumulator, self.progress, self.seqlens, self.schedule = accumulator, progress, seqlens, schedule
-        self.softmax_scale, self.scores = scores.softmax_scale, scores.scales
+        self.softmax_scale, self.factors = scores.softmax_scale, scores.factors
 
     @property
     def num_blocks(self) -> Int32:
@@ -217,31 +217,31 @@ class BackgroundRows(Untraced):
     # ---------------------------------------------------------------- before the tiles
 
     @cute.jit
-    def prepare(self, end: Int32, stage: Stage | None):
-        """Prepare blocks until one of [end - 1, ...) or all have been drawn.
+    def prepare(self, end: Int32, scratch: Scratch | None):
+        """Prepare blocks until this warp has drawn block end - 1 or a later one, or all are drawn.
 
-        Args: stage: None for a warp that has registers for what it loads.
+        Args: scratch: None for a warp that has registers for what it loads.
         """
         block = self._draw(self.progress.drawn_before())
         while block < self.num_blocks:
-            self._prepare_block(block, stage)
+            self._prepare_block(block, scratch)
             following = self.num_blocks
             if block < end - 1:
                 following = self._draw(self.progress.drawn_before())
             block = following
 
     @cute.jit
-    def _prepare_block(self, block: Int32, stage: Stage | None):
+    def _prepare_block(self, block: Int32, scratch: Scratch | None):
         kernel, tensors = self.kernel, self.tensors
-        count = LANES if cutlass.const_expr(stage is None) else rows_of_stage(kernel)  # rows at a time
+        count = LANES if cutlass.const_expr(scratch is None) else rows_of_scratch(kernel)  # rows at a time
         parts = kernel.tile_m // count
         for part in cutlass.range(parts, unroll=1):
             product = Float32(0.0)
-            if cutlass.const_expr(stage is not None):
-                self._load_rows(block, part, stage, count)
+            if cutlass.const_expr(scratch is not None):
+                self._load_rows(block, part, scratch, count)
                 self._zero(block, part, parts)  # meanwhile
-                cute.arch.mbarrier_wait(stage.barrier, part % 2)
-                out, dout = (self._staged(stage, n, count) for n in range(2))
+                cute.arch.mbarrier_wait(scratch.barrier, part % 2)
+                out, dout = (self._staged(scratch, n, count) for n in range(2))
                 product = row_products(out, dout, count, None, VECTOR, 1)
             else:
                 self._zero(block, part, parts)
@@ -251,24 +251,24 @@ class BackgroundRows(Untraced):
                 )
                 product = row_products(out, dout, count, tensors.out.shape[0] - row, VECTOR, LOADS_AHEAD)
             self._write_stats(block, part * count, count, product)
-            cute.arch.sync_warp()  # the stage is free
-        if cutlass.const_expr(kernel.is_deterministic):
+            cute.arch.sync_warp()  # the scratch is free
+        if cutlass.const_expr(kernel.adds_in_turns):
             if self.lane < kernel.config.consumer_warps:
                 self.accumulator.turns[block * kernel.config.consumer_warps + self.lane] = Int32(0)
         group, _ = divmod(block, self.progress.blocks_of_group)
         self._count(self.progress.prepared(group))
 
     @cute.jit
-    def _load_rows(self, block: Int32, part: Int32, stage: Stage, count: cutlass.Constexpr[int]):
+    def _load_rows(self, block: Int32, part: Int32, scratch: Scratch, count: cutlass.Constexpr[int]):
         """Load rows of out and of dout."""
         box = count, self.kernel.head_dim_v
         with cute.arch.elect_one():
             num_bytes = 2 * cute.size(box) * self.kernel.dtype.width // 8
-            cute.arch.mbarrier_arrive_and_expect_tx(stage.barrier, num_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(scratch.barrier, num_bytes)
         head, entry, row = self._place(block, part * count)
         for n, tma in enumerate((self.tensors.tma_out, self.tensors.tma_dout)):
-            s, g = tma.partition(box, self._half(stage, n), self.kernel.dtype)
-            cute.copy(tma.atom, g[None, row // count, 0, head, entry], s, tma_bar_ptr=stage.barrier)
+            s, g = tma.partition(box, self._half(scratch, n), self.kernel.dtype)
+            cute.copy(tma.atom, g[None, row // count, 0, head, entry], s, tma_bar_ptr=scratch.barrier)
 
     @cute.jit
     def _write_stats(self, block: Int32, first: Int32, count: cutlass.Constexpr[int], product: Float32):
@@ -280,12 +280,13 @@ class BackgroundRows(Untraced):
         num_rows = self.tensors.out.shape[0] - row
         write_stats(self.accumulator.stats[copy_of(block), None], first, count, num_rows, product, lse, dlse)
 
-    def _half(self, stage: Stage, n: int) -> Int32:
-        return stage.start + n * (self.kernel.config.rows_bytes // 2)
+    def _half(self, scratch: Scratch, n: int) -> Int32:
+        """Where rows of out (0) or dout (1) are."""
+        return scratch.start + n * (self.kernel.config.rows_bytes // 2)
 
-    def _staged(self, stage: Stage, n: int, count: int) -> cute.Tensor:
-        """Rows in half n of the stage."""
-        pointer = cute.make_ptr(self.kernel.dtype, self._half(stage, n), cute.AddressSpace.smem, assumed_align=128)
+    def _staged(self, scratch: Scratch, n: int, count: int) -> cute.Tensor:
+        """Rows of out (0) or dout (1) in shared memory."""
+        pointer = cute.make_ptr(self.kernel.dtype, self._half(scratch, n), cute.AddressSpace.smem, assumed_align=128)
         return cute.make_tensor(pointer, cute.make_ordered_layout((count, self.kernel.head_dim_v), order=(1, 0)))
 
     @cute.jit
@@ -314,7 +315,7 @@ class BackgroundRows(Untraced):
         """Count a tile to whose dQ nothing will be added; the last one of a head puts the head on the list."""
         head = entry * (self.progress.num_heads // self.tensors.out.shape[3]) + head_kv
         cute.arch.fence_acq_rel_gpu()
-        if draw(self.progress.tiles_done(head)) == self.schedule.num_m_blocks - 1:
+        if draw(self.progress.tiles_done(head)) == self.schedule.tiles_of_head - 1:
             cute.arch.fence_acq_rel_gpu()  # the additions of the tiles before come with the list
             publish(self.progress.head_done(draw(self.progress.heads_done())), head + 1)
 
@@ -323,7 +324,7 @@ class BackgroundRows(Untraced):
         return cute.arch.make_warp_uniform(look_at(self.progress.started())) == cute.arch.grid_dim()[0]
 
     @cute.jit
-    def finish(self, stage: Stage):
+    def finish(self, scratch: Scratch):
         """Write dq of blocks, each when its head is done, until all have been drawn."""
         ticket = self._draw(self.progress.drawn_after())
         while ticket < self.num_blocks:
@@ -331,35 +332,35 @@ class BackgroundRows(Untraced):
             head = wait_while_zero(self.progress.head_done(position)) - 1
             # tiles whose keys nobody sees have not waited
             wait_until_equal(self.progress.prepared(head), self.blocks_of_group, Int32(-1))
-            self._write_block(head * self.blocks_of_group + number, stage)
+            self._write_block(head * self.blocks_of_group + number, scratch)
             ticket = self._draw(self.progress.drawn_after())
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def _write_block(self, block: Int32, stage: Stage):
+    def _write_block(self, block: Int32, scratch: Scratch):
         """dq = softmax_scale * sums, for a block whose sums are complete."""
         kernel = self.kernel
-        piece_bytes, block_bytes = 4 * PIECE_ROWS * piece_columns(kernel), 4 * kernel.tile_m * kernel.head_dim
+        box_bytes, block_bytes = 4 * BOX_ROWS * box_columns(kernel), 4 * kernel.tile_m * kernel.head_dim
         parts = 2 * ceil_div(block_bytes, 2 * kernel.config.rows_bytes)  # an even number
         num_bytes = block_bytes // parts
-        count = num_bytes // piece_bytes  # pieces at a time
+        count = num_bytes // box_bytes  # boxes at a time
         found = Int32(0)
         cute.arch.fence_proxy("async.global")  # what others have added is read by a copy
         for part in cutlass.range(parts, unroll=1):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # dq in the stage is read
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # dq in the scratch is read
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(stage.barrier, num_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(scratch.barrier, num_bytes)
                 source = self.accumulator.dq[copy_of(block), None].iterator + part * (num_bytes // 4)
-                copy_bulk(stage.start, source, num_bytes, stage.barrier)
-            cute.arch.mbarrier_wait(stage.barrier, part % 2)
+                copy_bulk(scratch.start, source, num_bytes, scratch.barrier)
+            cute.arch.mbarrier_wait(scratch.barrier, part % 2)
             for i in cutlass.range(count, unroll=1):
-                found = found | self._convert_piece(stage.start + i * piece_bytes)
+                found = found | self._convert_box(scratch.start + i * box_bytes)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             head, entry, row = self._place(block)
             for i in cutlass.range(count, unroll=1):
-                self._store_piece(stage.start + i * piece_bytes, head, entry, row, part * count + i)
+                self._store_box(scratch.start + i * box_bytes, head, entry, row, part * count + i)
             cute.arch.cp_async_bulk_commit_group()
         if cutlass.const_expr(kernel.hides_pairs):
             if cute.arch.vote_any_sync(found != 0):
@@ -370,18 +371,18 @@ class BackgroundRows(Untraced):
             self._count(self.progress.written())
 
     @cute.jit
-    def _convert_piece(self, start: Int32) -> Int32:
-        """A piece of sums in shared memory -> a box of dq in its place. Returns: not 0 if this lane has a NaN.
+    def _convert_box(self, start: Int32) -> Int32:
+        """The sums of a box of dq in shared memory -> the box in their place. Returns: not 0 if this lane has a NaN.
 
         The sums lie as in the consumers' accumulators: [8 columns][lane][row / 8][column % 2].
         """
-        kernel, width = self.kernel, piece_columns(self.kernel)
+        kernel, width = self.kernel, box_columns(self.kernel)
         found, lane = Int32(0), self.lane
         sums = cute.make_rmem_tensor((4,), Float32)
         for columns in cutlass.range_constexpr(0, width, 16):
             words = []
             for half in cutlass.range_constexpr(2):
-                address = start + columns * (4 * PIECE_ROWS) + (half * LANES + lane) * 16
+                address = start + columns * (4 * BOX_ROWS) + (half * LANES + lane) * 16
                 source = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout((4,))), sums)
                 for r in cutlass.range_constexpr(2):
@@ -397,16 +398,23 @@ class BackgroundRows(Untraced):
         return found
 
     @cute.jit
-    def _store_piece(self, start: Int32, head: Int32, entry: Int32, row: Int32, piece: Int32):
-        """Copy a box to dq. Pieces lie as [64 rows][part of the columns][warp][columns of a piece]."""
-        kernel, tma, width = self.kernel, self.tensors.tma_dq, piece_columns(self.kernel)
-        pieces_of_share = kernel.dq_columns // width
+    def _store_box(self, start: Int32, head: Int32, entry: Int32, row: Int32, number: Int32):
+        """Copy a box to dq.
+
+        Boxes lie as [64 rows][part of the columns][warp][columns of a box].
+
+        Args:
+            row: the first row of the block.
+            number: the number of the box in the block.
+        """
+        kernel, tma, width = self.kernel, self.tensors.tma_dq, box_columns(self.kernel)
+        boxes_of_share = kernel.dq_columns // width
         parts = kernel.head_dim // kernel.dq_columns
-        share, column = piece // pieces_of_share, piece % pieces_of_share
+        share, column = number // boxes_of_share, number % boxes_of_share
         part = share // WARPS
-        row = row // PIECE_ROWS + part // parts * WARPS + share % WARPS
-        s, g = tma.partition((PIECE_ROWS, width), start, kernel.dtype)
-        column += part % parts * pieces_of_share
+        row = row // BOX_ROWS + part // parts * WARPS + share % WARPS
+        s, g = tma.partition((BOX_ROWS, width), start, kernel.dtype)
+        column += part % parts * boxes_of_share
         # a box past the last column would be stored in the place of another one
         if column * width < self.tensors.dq.shape[1]:
             cute.copy(tma.atom, s, g[None, row, column, head, entry])
@@ -432,7 +440,7 @@ class BackgroundRows(Untraced):
         stats = cute.domain_offset((block - start // kernel.tile_m, 0), self.accumulator.stats)
         for query in cutlass.range(start, minimum(start + kernel.tile_m, seqlens.seqlen_q), unroll=1):
             if repair_gradients.has_nan_in_row(dq[query, None]):
-                repair_gradients.recompute_dq(dq, query, of_head, stats, geometry, self.scores, self.softmax_scale)
+                repair_gradients.recompute_dq(dq, query, of_head, stats, geometry, self.factors, self.softmax_scale)
 
     # ---------------------------------------------------------------- the end
 

@@ -52,7 +52,7 @@ class BackwardScores(GradientScores):
                 dropped = cute.recast_tensor(self.rP_of_dv, Int32)
         # all steps of a tile are of one head, if each query head has keys of its own
         keeps_slope = modifiers is not None and modifiers.tensors.slopes is not None and kernel.group == 1
-        super().__init__(kernel, region, inputs.scales, modifiers, p, ds, kept, flags, dropped, keeps_slope)
+        super().__init__(kernel, region, inputs.factors, modifiers, p, ds, kept, flags, dropped, keeps_slope)
 
     def slot(self, tile) -> Int32:
         return super().slot(tile) + self.first_warp

@@ -31,7 +31,7 @@ SLOTS = 2
 
 
 class TurnBarriers(NamedTuple):
-    """Mbarriers (warpgroup, slot), whose phases are the additions with this number modulo SLOTS.
+    """An mbarrier for each warpgroup and slot: addition number n of a warpgroup is phase n // SLOTS of slot n % SLOTS.
 
     Attributes:
         granted: the tiles before have added to the block: 1 arrival.
@@ -45,8 +45,8 @@ class TurnBarriers(NamedTuple):
 class TurnsOfWarp(Untraced):
     """The turns of a consumer warp to add to dQ: if the problem is deterministic, after the tiles before its own."""
 
-    def __init__(self, is_deterministic: bool, wg: Int32, turns: TurnBarriers | None):
-        self.is_deterministic, self.wg, self.turns = is_deterministic, wg, turns
+    def __init__(self, are_taken: bool, wg: Int32, turns: TurnBarriers | None):
+        self.are_taken, self.wg, self.turns = are_taken, wg, turns
         # how many additions there were so far
         self.additions = cute.make_rmem_tensor((1,), Int32)
         self.additions[0] = Int32(0)
@@ -54,14 +54,14 @@ class TurnsOfWarp(Untraced):
     @cute.jit
     def take(self):
         """Wait until all tiles before this one have added to the block, unless any order will do."""
-        if cutlass.const_expr(self.is_deterministic):
+        if cutlass.const_expr(self.are_taken):
             slot, phase = slot_of(self.wg, self.additions[0])
             cute.arch.mbarrier_wait(self.turns.granted + slot, phase)
 
     @cute.jit
     def give(self):
         """One arrival of this warp: its additions to the block are issued."""
-        if cutlass.const_expr(self.is_deterministic):
+        if cutlass.const_expr(self.are_taken):
             slot, _ = slot_of(self.wg, self.additions[0])
             cute.arch.sync_warp()
             with cute.arch.elect_one():
@@ -78,12 +78,12 @@ class TurnKeeper(Untraced):
     """The warp that looks at the counters of turns, and counts them up, for all consumers of a thread block."""
 
     def __init__(self, kernel, accumulator, turns: TurnBarriers, background):
-        """Args: background: what `BackwardProducer` has: the counters are among the rows that it prepares."""
+        """Args: background: that of `BackwardProducer`; None: the counters are zero before the kernel begins."""
         self.kernel, self.accumulator, self.turns, self.background = kernel, accumulator, turns, background
         warpgroups, lane = kernel.num_warpgroups, cute.arch.lane_idx()
         self.lanes = 2 * warpgroups
         self.wg = lane % warpgroups
-        self.grants = Int32(lane < warpgroups)  # else it counts
+        self.grants = Int32(lane < warpgroups)  # this lane grants turns; otherwise it counts
         self.rank = cute.arch.block_idx_in_cluster() if kernel.is_paired else Int32(0)
 
     @cute.jit
@@ -118,14 +118,14 @@ class TurnKeeper(Untraced):
             cute.arch.fence_acq_rel_gpu()
             adds = self.kernel.adds_share(self.wg, self.rank, m_block)
             if is_added == 1:
-                is_over = Int32(1)
+                is_done = Int32(1)  # this lane's part of the addition
                 if self.grants == 1:
                     if adds:
-                        is_over = Int32(seen == self.kernel.turn_of(tile, m_block))
-                    if is_over == 1:
+                        is_done = Int32(seen == self.kernel.turn_of(tile, m_block))
+                    if is_done == 1:
                         cute.arch.mbarrier_arrive(self.turns.granted + slot)
                 elif adds:
                     increment(counter)
-                if is_over == 1:
+                if is_done == 1:
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
                     number += 1

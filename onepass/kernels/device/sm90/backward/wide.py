@@ -73,7 +73,7 @@ class WideExchange(Exchange):
     def send_p(self, count: Int32):
         """Send P (`copies_of_p`).
 
-        The buffer is free: the dS that was computed from its last content has been waited for.
+        The buffer is free: this warp has waited for the dS that was computed from what was there.
         """
         vector = cute.make_rmem_tensor((P_WORDS,), Int32)
         copies = self.copies_of_p()
@@ -122,7 +122,7 @@ class PieceSums(AtomicSums):
         """The number of this warp's rows of a piece among all shares."""
         return (m_block_number * self.kernel.num_pieces + piece) * WARPS + self.thread.warp % WARPS
 
-    def blocks_of_share(self) -> tuple[int, int]:
+    def column_blocks(self) -> tuple[int, int]:
         """All columns of a piece are added."""
         count = PIECE // 8
         return count, count
@@ -158,6 +158,7 @@ class WideConsumer(Untraced):
 
     @cute.jit
     def run_dv(self, queue, schedule, seqlens, tile_end: cute.Pointer | None):
+        """The loop of `BackwardConsumer.run` for dV: each block of queries has its P before its step."""
         kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         count = Int32(0)
@@ -183,7 +184,7 @@ class WideConsumer(Untraced):
                     self.past_the_end.clear_queries(tile, m_block, None, do_state)
                     block = head, m_block
                     head, m_block = self.kernel.next_visit(tile, head, m_block)
-                    self.dv_step(tile, (head, m_block), block, q_state, do_state, count, True)
+                    self.dv_step(tile, block, (head, m_block), q_state, do_state, count, True)
                     q_state.advance()
                     do_state.advance()
                     count += 1
@@ -203,14 +204,17 @@ class WideConsumer(Untraced):
     def dv_step(
         self,
         tile,
-        following: tuple,
         block: tuple,
+        following: tuple,
         next_q,
         do_state,
         count: Int32,
         has_next: cutlass.Constexpr[bool],
     ):
-        """A step of dV, which begins and ends with P and nothing in flight, see BackwardConsumer.step."""
+        """A step of dV, which begins and ends with P and nothing in flight, see BackwardConsumer.step.
+
+        Args: block, following: head and number of this query block and of the next one.
+        """
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
@@ -234,6 +238,7 @@ class WideConsumer(Untraced):
 
     @cute.jit
     def run_dk(self, queue, schedule, seqlens, tile_end: cute.Pointer | None):
+        """The same for dK: each block of queries has its dS before its step."""
         kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         count = Int32(0)

@@ -16,7 +16,7 @@ What a step calls are parts of the consumer, each in a file of its own. The rows
 
     gemms            gemms.py         operands and accumulators of both GEMMs
     scores           scores.py        how S becomes P: scales.py, mask, modifiers, softmax
-    turns            blocks/tiles/pingpong.py      which warpgroup issues its GEMMs
+    pingpong         blocks/tiles/pingpong.py      which warpgroup issues its GEMMs
     output           output.py        rows of a finished tile to global memory, repair
     own_blocks       own_blocks.py    which key blocks of a tile this warpgroup's rows see
     past_the_end     past_the_end.py  zeros past the end of a sequence
@@ -35,7 +35,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .....geometry.integers import minimum
 from ...blocks.memory.untraced import Untraced
-from ...blocks.tiles.pingpong import Turns
+from ...blocks.tiles.pingpong import Pingpong
 from .gemms import ForwardGemms
 from .inputs import Buffers, Inputs, this_thread
 from .output import Output
@@ -59,7 +59,7 @@ def is_full(pipe: pipeline.PipelineTmaAsync, state) -> Boolean:
 class Consumer(Untraced):
     """What a warpgroup does with each tile.
 
-    Buffer states are advanced in the loops of `two_stages` and `three_stages`: an update in a callee would not be
+    Buffer states are advanced in the loops of `run_blocks` and `run_halves`: an update in a callee would not be
     carried around them.
     """
 
@@ -67,7 +67,7 @@ class Consumer(Untraced):
         """Args: producer: None: a warp of its own issues the loads."""
         self.kernel, self.config, self.pipes = kernel, kernel.config, inputs.pipes
         self.thread = thread = this_thread(1 if producer is None else 0)
-        self.turns = Turns(self.config.pingpong and kernel.num_warpgroups > 1, thread.wg, kernel.num_warpgroups)
+        self.pingpong = Pingpong(self.config.pingpong and kernel.num_warpgroups > 1, thread.wg, kernel.num_warpgroups)
         self.gemms = ForwardGemms(kernel, thread, inputs.mmas, buffers)
         rows = Rows(kernel, thread)
         scales = make_scales(kernel, rows, inputs)
@@ -80,33 +80,33 @@ class Consumer(Untraced):
     # ---------------------------------------------------------------- through all tiles of the thread block
 
     @cute.jit
-    def two_stages(self, queue, schedule, seqlens):
-        """Algorithm 1 or 2: one accumulator of scores."""
+    def run_blocks(self, queue, schedule, seqlens):
+        """Algorithm 1 or 2: a step computes a block of keys, in one accumulator of scores."""
         config = self.config
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()  # wave: how many tiles this thread block has had
         tile, skipped, unused = self.own_blocks.find(self.kernel.tile_at(number, schedule, seqlens))
-        self.turns.begin()
+        self.pingpong.begin()
         if cutlass.const_expr(config.overlap_tiles):
             for _ in cutlass.range(skipped, unroll=1):
                 self.skip(self.pipes.k, k_state)
                 k_state.advance()
-            self.first_scores(tile, k_state, self.q_state(wave))
+            self.begin_scores(tile, k_state, self.q_state(wave))
             k_state.advance()
         while number < queue.num_tiles:
             if cutlass.const_expr(not config.overlap_tiles):
                 for _ in cutlass.range(skipped, unroll=1):
                     self.skip(self.pipes.k, k_state)
                     k_state.advance()
-                self.loads.load_first(tile, wave, k_state, v_state)
-                self.first_scores(tile, k_state, self.q_state(wave))
+                self.loads.begin(tile, wave, k_state, v_state)
+                self.begin_scores(tile, k_state, self.q_state(wave))
                 k_state.advance()
             for _ in cutlass.range(skipped, unroll=1):
                 self.skip(self.pipes.v, v_state)
                 v_state.advance()
                 # every warpgroup takes one turn a block
-                self.turns.wait()
-                self.turns.pass_on()
+                self.pingpong.wait()
+                self.pingpong.pass_on()
             self.gemms.acc_o.fill(0.0)
             self.past_the_end.clear_values(tile, v_state)
 
@@ -133,7 +133,7 @@ class Consumer(Untraced):
                     k_state.advance()
                     v_state.advance()
 
-            if cutlass.const_expr(self.kernel.skips_first):
+            if cutlass.const_expr(self.kernel.skips_lowest):
                 # P V of the last block that is visited comes by itself, and P = 0 is left for V of the tile's first
                 # block. The others are released unread in the order of their loads: K before V of the block after it.
                 if unused > 0:
@@ -151,8 +151,8 @@ class Consumer(Untraced):
             elif cutlass.const_expr(self.kernel.skips_unused):
                 # in the order of their loads: K of a block comes before V of the block visited before it
                 for _ in cutlass.range(unused, unroll=1):
-                    self.turns.wait()
-                    self.turns.pass_on()
+                    self.pingpong.wait()
+                    self.pingpong.pass_on()
                     self.skip(self.pipes.v, v_state)
                     v_state.advance()
                     self.skip(self.pipes.k, k_state)
@@ -181,7 +181,7 @@ class Consumer(Untraced):
             tile = next_tile
 
     @cute.jit
-    def three_stages(self, queue, schedule, seqlens):
+    def run_halves(self, queue, schedule, seqlens):
         """Appendix B.3: a block of keys in two halves, the upper one (1) first, each with its accumulator.
 
         At the start of each half step the scores of one half are there, and P holds the half before it.
@@ -189,14 +189,14 @@ class Consumer(Untraced):
         k_state, v_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         tile = self.kernel.tile_at(number, schedule, seqlens)
-        self.turns.begin()
+        self.pingpong.begin()
         self.pipes.q.consumer_wait(self.q_state(wave))
         self.issue_qk(1, k_state, self.q_state(wave))
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
         k_state.advance()
         self.issue_qk(0, k_state, self.q_state(wave))
-        self.first_half(tile, k_state, self.q_state(wave))
+        self.begin_half(tile, k_state, self.q_state(wave))
         k_state.advance()
         while number < queue.num_tiles:
             self.gemms.acc_o.fill(0.0)
@@ -223,7 +223,7 @@ class Consumer(Untraced):
                 self.half_step(tile, n_block, 0, k_state, v_state, next_q, Boolean(False))
                 self.output.keep_done()
                 self.issue_gemms(0, next_k, next_v, next_q)
-                self.first_half(next_tile, next_k, next_q)
+                self.begin_half(next_tile, next_k, next_q)
                 self.pipes.v.consumer_release(next_v)
             else:
                 self.issue_pv(v_state)
@@ -243,8 +243,8 @@ class Consumer(Untraced):
     @cute.jit
     def skip_key_block(self, k_state):
         """Release a K unread, and take this warpgroup's turn for its block."""
-        self.turns.wait()
-        self.turns.pass_on()
+        self.pingpong.wait()
+        self.pingpong.pass_on()
         self.skip(self.pipes.k, k_state)
 
     @cute.jit
@@ -270,10 +270,10 @@ class Consumer(Untraced):
         Args: ready: whether K and V were already seen in shared memory; False or None: not known.
         """
         self.pipes.k.consumer_wait(k_state, ready[0])
-        self.turns.wait()
+        self.pingpong.wait()
         self.gemms.issue_qk(buffer, k_state, q_state)
         self.issue_pv(v_state, ready[1])
-        self.turns.pass_on()
+        self.pingpong.pass_on()
 
     @cute.jit
     def issue_qk(self, buffer: cutlass.Constexpr[int], k_state, q_state):
@@ -332,13 +332,13 @@ class Consumer(Untraced):
                 # PV and QK^T in one turn: between two turns the tensor cores would go to another warpgroup
                 self.pipes.k.consumer_wait(k_state, ready[0])
                 self.pipes.v.consumer_wait(v_state, ready[1])
-                self.turns.wait()
+                self.pingpong.wait()
                 self.last_pv(v_state)
             else:
                 self.last_pv(v_state)
-                self.turns.wait()
+                self.pingpong.wait()
             self.issue_qk(0, k_state, q_state)
-            self.turns.pass_on()
+            self.pingpong.pass_on()
             self.loads.load_next(tile, n_block, k_state, v_state)
             warpgroup.wait_group(0)
         self.pipes.k.consumer_release(k_state)
@@ -358,13 +358,13 @@ class Consumer(Untraced):
         return ready
 
     @cute.jit
-    def first_scores(self, tile: Tile, k_state, q_state):
-        """S = Q K^T and softmax of a tile's first block of keys (its last), alone."""
+    def begin_scores(self, tile: Tile, k_state, q_state):
+        """S = Q K^T and softmax of the last block of keys, with which a tile begins, alone."""
         self.pipes.q.consumer_wait(q_state)
         self.scores.load(tile)
         self.issue_qk(0, k_state, q_state)
         warpgroup.wait_group(0)
-        self.first_softmax(tile, k_state, q_state)
+        self.begin_softmax(tile, k_state, q_state)
         self.scores.pack_p(0)
 
     @cute.jit
@@ -374,32 +374,32 @@ class Consumer(Untraced):
         Without overlap_gemm_softmax that S comes after the PV, and the finished rows are stored during it.
         """
         if cutlass.const_expr(not self.config.overlap_gemm_softmax):
-            self.turns.wait()
+            self.pingpong.wait()
             self.last_pv(v_state)
             self.pipes.q.consumer_wait(next_q_state)
             self.scores.load(next_tile)
             self.issue_qk(0, k_state, next_q_state)
-            self.turns.pass_on()
+            self.pingpong.pass_on()
             self.output.store(tile)
             warpgroup.wait_group(0)
-            self.first_softmax(next_tile, k_state, next_q_state)
+            self.begin_softmax(next_tile, k_state, next_q_state)
         else:
             self.pipes.q.consumer_wait(next_q_state)
             self.scores.load(next_tile)
             self.issue_gemms(0, k_state, v_state, next_q_state)
             warpgroup.wait_group(1)
-            self.first_softmax(next_tile, k_state, next_q_state)
+            self.begin_softmax(next_tile, k_state, next_q_state)
             warpgroup.wait_group(0)
             self.finish_pv(v_state)
         self.scores.pack_p(0)
 
     @cute.jit
-    def first_softmax(self, tile: Tile, k_state, q_state):
-        """Softmax of a tile's first scores, which are masked only where needed: one branch for the tile."""
+    def begin_softmax(self, tile: Tile, k_state, q_state):
+        """The softmax with which a tile begins; its scores are masked only where needed: one branch for the tile."""
         self.pipes.k.consumer_release(k_state)
         n_block = tile.last - 1
         self.release_q(q_state, n_block == tile.first)
-        self.scores.modify(tile, n_block, 0, is_first=True)
+        self.scores.modify(tile, n_block, 0, begins=True)
         self.scores.mask_if_needed(tile, n_block, 0)
         self.scores.begin_softmax(0)
         self.scores.drop(tile, n_block, 0)
@@ -421,8 +421,8 @@ class Consumer(Untraced):
         self.scores.next_p(buffer)
 
     @cute.jit
-    def first_half(self, tile: Tile, k_state, q_state):
-        """Softmax of a tile's first half block, while the GEMMs issued before run."""
+    def begin_half(self, tile: Tile, k_state, q_state):
+        """The softmax of the half block with which a tile begins, while the GEMMs issued before run."""
         n_block = tile.last - 1
         self.scores.modify(tile, n_block, 1)
         self.scores.mask_if_needed(tile, n_block, 1)

@@ -11,7 +11,7 @@ from ....config import ROWS_PER_WARPGROUP
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax import cache_scales, scaled
 from ...blocks.softmax.modifiers import Modifiers
-from ...blocks.softmax.online import Scores
+from ...blocks.softmax.online import ScoreFactors
 from ...blocks.softmax.sinks import Sinks
 from ...blocks.tiles.paged import Pages
 from .tile import WARPGROUP, Pipes
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
     pipes: Pipes
     mmas: Mmas
-    scores: Scores
+    factors: ScoreFactors
     mO: cute.Tensor
     mLSE: cute.Tensor
     sinks: Sinks | None

@@ -173,7 +173,7 @@ class ForwardSm90:
         # where single tokens stand next to prompts in chunks, most warpgroups have no row in many tiles
         self.skips_unused = self.is_packed and reads_cache and config.num_warpgroups > 1
         # rows of a document may begin inside a tile, and see none of the keys of those before
-        self.skips_first = self.has_intervals and config.warp_specialized and not self.skips_unused
+        self.skips_lowest = self.has_intervals and config.warp_specialized and not self.skips_unused
         # V may hold arbitrary values past the last key of a sequence
         self.has_garbage = problem.is_packed or problem.has_seqused_k
         registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
@@ -384,7 +384,7 @@ class ForwardSm90:
         inputs = Inputs(
             pipes,
             Mmas(*tiled_mmas),
-            scores.scales,
+            scores.factors,
             tensors.out,
             tensors.lse,
             sinks,
@@ -396,7 +396,7 @@ class ForwardSm90:
         )
         buffers = Buffers(sQ, sK, sV)
         if cutlass.const_expr(not self.config.warp_specialized):
-            Consumer(self, buffers, inputs, producer).two_stages(queue, schedule, seqlens)
+            Consumer(self, buffers, inputs, producer).run_blocks(queue, schedule, seqlens)
         elif warp_id < WARPS:  # warpgroup 0
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_id == PRODUCER_WARP:
@@ -413,14 +413,14 @@ class ForwardSm90:
                 ConvertingWarp(self, sLoadedK, sK, sLoadedV, sV, loaded, pipes, notes).run()
             else:
                 cute.arch.setmaxregister_increase(self.consumer_registers)
-                Consumer(self, buffers, inputs).two_stages(queue, schedule, seqlens)
+                Consumer(self, buffers, inputs).run_blocks(queue, schedule, seqlens)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             consumer = Consumer(self, buffers, inputs)
             if cutlass.const_expr(self.score_buffers == 1):
-                consumer.two_stages(queue, schedule, seqlens)
+                consumer.run_blocks(queue, schedule, seqlens)
             else:
-                consumer.three_stages(queue, schedule, seqlens)
+                consumer.run_halves(queue, schedule, seqlens)
 
     def _make_pipeline(
         self,
@@ -467,7 +467,7 @@ class ForwardSm90:
                 split, head = divmod(head, schedule.num_heads)
                 origin_out = origin_q + split * schedule.total_q
         else:
-            coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.num_m_blocks, schedule.batch)
+            coord = tile_scheduler.tile_coord(number, schedule.divisors, schedule.tiles_of_head, schedule.batch)
             m_block, head, origin_out = coord
             split, origin_q = divmod(origin_out, schedule.entries) if self.is_split else (None, origin_out)
             origin_k, sequence, num_splits = origin_q, None, None

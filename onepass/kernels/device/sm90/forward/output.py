@@ -123,11 +123,11 @@ class Output(Untraced):
                 if cutlass.const_expr(self.kernel.is_split):
                     tile_n = self.kernel.tile_n
                     low, high = maximum(low, tile.first * tile_n), minimum(high, tile.last * tile_n)
-                scales = self.scales.with_descale(k_descale)
+                factors = self.scales.with_descale(k_descale)
                 pairs = None
                 if cutlass.const_expr(self.inputs.modifiers is not None):
                     pairs = self.inputs.modifiers.pairs_of_query(self.rows.place(tile), position)
-                row = (mQ[position, None], mK, mV, mO[position, None], low, high, scales, row_max, weight)
+                row = (mQ[position, None], mK, mV, mO[position, None], low, high, factors, row_max, weight)
                 if cutlass.const_expr(self.kernel.converts):
                     signs = None
                     if cutlass.const_expr(k_descale is not None):
@@ -152,6 +152,6 @@ class Output(Untraced):
                 mQ = at_head(sources.q, sources.q, head, tile.origin_q)
                 mO, mLSE = (at_head(t, t, head, tile.origin_out) for t in (self.inputs.mO, self.inputs.mLSE))
                 keys = key_range(position, position + 1, *tile.geometry)
-                row = mQ[position, None], mK, mV, mO[position, None], *keys, *self.scales.scores
+                row = mQ[position, None], mK, mV, mO[position, None], *keys, *self.scales.factors
                 lse = repair_rows.attend_row(*row, self._sink(tile, head))
                 epilogue.store_lse(lse, mLSE[None, 0], position, is_row, cute.arch.lane_idx())

@@ -28,8 +28,8 @@ class OwnBlocks(Untraced):
 
         Under a causal mask the rows of the first warpgroup need 64 keys fewer than those of the next one, and intervals
         may say such a mask. A skipped K is released at once, so as many blocks can be skipped as have a buffer of K
-        besides the first one, and one of V: the producer loads V of the blocks before, which waits for this warpgroup's
-        last P V, before the K that the warpgroup waits for.
+        besides the one that the tile begins with, and one of V: the producer loads V of the blocks before, which waits
+        for this warpgroup's last P V, before the K that the warpgroup waits for.
 
         Returns:
             tile: with the blocks that this warpgroup visits.
@@ -51,7 +51,7 @@ class OwnBlocks(Untraced):
             if cutlass.const_expr(kernel.is_split or kernel.has_intervals):
                 own = blocks_within(own, tile.blocks)._replace(first=own.first)
             blocks, skipped = blocks_of_rows(tile.blocks, own, min(kernel.k_stages - 1, kernel.v_stages))
-            if cutlass.const_expr(kernel.skips_first):
+            if cutlass.const_expr(kernel.skips_lowest):
                 first = minimum(maximum(own.first, tile.first), blocks.last - 1)
                 unused = first - tile.first
                 blocks = blocks._replace(first=first)

@@ -18,7 +18,7 @@ class OwnLoads(Untraced):
         self.producer = producer
 
     @cute.jit
-    def load_first(self, tile: Tile, wave: Int32, k_state, v_state):
+    def begin(self, tile: Tile, wave: Int32, k_state, v_state):
         """The loads that a tile starts with: Q, the first V, and two blocks of K, the second one for the first step."""
         if cutlass.const_expr(self.producer is not None):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:

@@ -17,7 +17,7 @@ from ...blocks.memory.layouts import rows_and_columns
 from ...blocks.memory.untraced import Untraced
 from ...blocks.repair.rows import soft_cap
 from ...blocks.softmax import scaled
-from ...blocks.softmax.online import OnlineSoftmax, Scores, finish
+from ...blocks.softmax.online import OnlineSoftmax, ScoreFactors, finish
 from .inputs import Inputs
 from .rows import Rows
 from .tile import Tile
@@ -37,24 +37,24 @@ class Scales(Untraced):
     """
 
     def __init__(self, kernel, rows: Rows, inputs: Inputs):
-        self.kernel, self.rows, self.scores, self.descales = kernel, rows, inputs.scores, inputs.descales
+        self.kernel, self.rows, self.factors, self.descales = kernel, rows, inputs.factors, inputs.descales
         self.softmax = self._make_softmax()
 
     def _make_softmax(self) -> OnlineSoftmax:
-        return OnlineSoftmax(self.scores.scale_log2, self.kernel.config.rescale_threshold)
+        return OnlineSoftmax(self.factors.scale_log2, self.kernel.config.rescale_threshold)
 
     @property
     def tanh_scale(self) -> Float32 | None:
-        return self.scores.tanh_scale
+        return self.factors.tanh_scale
 
     def load(self, tile: Tile):
-        """Load the scales of a tile's rows and of its first keys."""
+        """Load the scales of a tile's rows and of the keys that it begins with."""
 
     @cute.jit
-    def apply(self, acc_s: cute.Tensor, tile: Tile, n_block: Int32, is_first: cutlass.Constexpr[bool]):
+    def apply(self, acc_s: cute.Tensor, tile: Tile, n_block: Int32, begins: cutlass.Constexpr[bool]):
         """Apply the softcap, s -> tanh(softmax_scale * s / softcap); the cap itself is in scale_log2.
 
-        Args: is_first: whether the block of keys is the tile's first one.
+        Args: begins: whether the tile begins with this block of keys.
         """
         if cutlass.const_expr(self.tanh_scale is not None):
             tanh_scale = self.tanh_scale
@@ -65,9 +65,9 @@ class Scales(Untraced):
         """The magnitude of K's descale of a tile's head of an e4m3 cache, and V's descale; None without."""
         return None, None
 
-    def with_descale(self, k_descale: Float32 | None) -> Scores:
-        """The scales of scores, with K's descale."""
-        return self.scores
+    def with_descale(self, k_descale: Float32 | None) -> ScoreFactors:
+        """The factors of scores, with K's descale."""
+        return self.factors
 
     def finish(self, row_max: Float32, row_sum: Float32, sink: Float32 | None, k_descale: Float32 | None) -> tuple:
         """The factor of a row of O, and its lse."""
@@ -79,29 +79,29 @@ class CacheScales(Scales):
 
     def _make_softmax(self) -> OnlineSoftmax:
         self.head_scale = cute.make_rmem_tensor((1,), Float32)  # the scale that has the descale in it
-        has_cap = self.scores.tanh_scale is not None
-        scale_log2 = self.scores.scale_log2 if has_cap else self.head_scale
+        has_cap = self.factors.tanh_scale is not None
+        scale_log2 = self.factors.scale_log2 if has_cap else self.head_scale
         return OnlineSoftmax(scale_log2, self.kernel.config.rescale_threshold)
 
     @property
     def tanh_scale(self) -> Float32 | None:
-        return None if self.scores.tanh_scale is None else self.head_scale[0]
+        return None if self.factors.tanh_scale is None else self.head_scale[0]
 
     @cute.jit
     def load(self, tile: Tile):
-        scales = self.with_descale(self.of_head(tile)[0])
-        self.head_scale[0] = scales.scale_log2 if scales.tanh_scale is None else scales.tanh_scale
+        factors = self.with_descale(self.of_head(tile)[0])
+        self.head_scale[0] = factors.scale_log2 if factors.tanh_scale is None else factors.tanh_scale
 
     def of_head(self, tile: Tile) -> tuple:
         head_kv = self.rows.head_kv(tile)
         k, v = (t[tile.origin_k, head_kv, 0] for t in (self.descales.k, self.descales.v))
         return cute.arch.fmax(k, -k), v
 
-    def with_descale(self, k_descale: Float32 | None) -> Scores:
-        scale_log2, tanh_scale = self.scores
+    def with_descale(self, k_descale: Float32 | None) -> ScoreFactors:
+        scale_log2, tanh_scale = self.factors
         if tanh_scale is None:
-            return Scores(scale_log2 * k_descale, None)
-        return Scores(scale_log2, tanh_scale * k_descale)
+            return ScoreFactors(scale_log2 * k_descale, None)
+        return ScoreFactors(scale_log2, tanh_scale * k_descale)
 
 
 class BlockScales(Scales):
@@ -113,7 +113,7 @@ class BlockScales(Scales):
         self.key_scales = scaled.KeyScales(kernel.tile_n)
         p_dtype = torch.float8_e4m3fn if kernel.is_fp8 else torch.float16
         threshold = config.rescale_threshold
-        return scaled.ScaledSoftmax(self.scores, threshold, kernel.tile_n, p_dtype, p_codes=config.p_codes)
+        return scaled.ScaledSoftmax(self.factors, threshold, kernel.tile_n, p_dtype, p_codes=config.p_codes)
 
     @cute.jit
     def load(self, tile: Tile):
@@ -129,10 +129,10 @@ class BlockScales(Scales):
         self.key_scales.load(*self._of_keys(tile), tile.last - 1)
 
     @cute.jit
-    def apply(self, acc_s: cute.Tensor, tile: Tile, n_block: Int32, is_first: cutlass.Constexpr[bool]):
-        self.key_scales.take(*self._of_keys(tile), n_block, is_first)
+    def apply(self, acc_s: cute.Tensor, tile: Tile, n_block: Int32, begins: cutlass.Constexpr[bool]):
+        self.key_scales.take(*self._of_keys(tile), n_block, begins)
         self.softmax.take_scales(self.row_scale, self.key_scales, n_block)
-        if cutlass.const_expr(self.scores.tanh_scale is not None):
+        if cutlass.const_expr(self.factors.tanh_scale is not None):
             self.softmax.soft_cap(rows_and_columns(acc_s))
 
     def _of_keys(self, tile: Tile) -> tuple:

@@ -40,13 +40,13 @@ class ForwardScores(Untraced):
 
     @cute.jit
     def modify(
-        self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool] = False
+        self, tile: Tile, n_block: Int32, buffer: cutlass.Constexpr[int], begins: cutlass.Constexpr[bool] = False
     ):
         """Apply the softcap, and add the terms of ALiBi and of a bias.
 
-        Args: is_first: whether the block is the tile's first one.
+        Args: begins: whether the tile begins with this block.
         """
-        self.scales.apply(self.gemms.acc_s[buffer], tile, n_block, is_first)
+        self.scales.apply(self.gemms.acc_s[buffer], tile, n_block, begins)
         if cutlass.const_expr(self.modifiers is not None):
             self.modifiers.add_terms(tile, n_block, buffer)
 
@@ -66,7 +66,7 @@ class ForwardScores(Untraced):
 
     @cute.jit
     def begin_softmax(self, buffer: cutlass.Constexpr[int]):
-        """The softmax of a tile's first scores."""
+        """The softmax of the scores with which a tile begins."""
         self.softmax.begin(self.gemms.s[buffer])
 
     @cute.jit
