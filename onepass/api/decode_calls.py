@@ -28,10 +28,13 @@ def is_decode(arguments: dict[str, Any]) -> bool:
     return "cache_seqlens" in arguments
 
 
-def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem, DecodeInputs]:
-    """The problem of a call, and its tensors.
+def inputs_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeInputs, dict[str, Any]]:
+    """The tensors of a call as `attention_decode` takes them, and its other arguments, without `backend`.
 
-    Raises: what the call would raise, and TypeError for an argument that `attention_decode` does not have.
+    Args:
+        function: the function that the caller called, for messages.
+        arguments: those of `attention_decode`, with tensors and without `backend`.
+    Raises: TypeError for arguments that are missing or that `attention_decode` does not have.
     """
     missing = [name for name in _REQUIRED if name not in arguments]
     if missing:
@@ -45,9 +48,13 @@ def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem,
     inputs = inputs._replace(q=q, k_new=k_new, v_new=v_new)
     arguments["alibi_slopes"] = in_float32(arguments["alibi_slopes"])
     given = tuple(arguments.pop(name) for name in MODIFIERS)
-    if any(t is not None for t in given):
-        inputs = inputs.with_modifiers(given)
-    return check_decode(inputs, **arguments), inputs
+    return inputs.with_modifiers(given) if any(t is not None for t in given) else inputs, arguments
+
+
+def problem_of(function: str, arguments: dict[str, Any]) -> tuple[DecodeProblem, DecodeInputs]:
+    """The problem of a call, and its tensors. Args: as of `inputs_of`. Raises: what the call raises."""
+    inputs, options = inputs_of(function, arguments)
+    return check_decode(inputs, **options), inputs
 
 
 def with_tensors(arguments: dict[str, Any]) -> dict[str, Any]:

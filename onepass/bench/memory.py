@@ -34,9 +34,9 @@ Result = TypeVar("Result")
 _WARM_UP_SEQLEN = 1024
 
 
-def measure_in_subprocess(name: str, case: Case, device: str, check: bool = True) -> dict[str, Any]:
+def measure_in_subprocess(name: str, case: Case, device: str) -> dict[str, Any]:
     """Run `_measure` in a new Python process. Returns: its result. Raises: RuntimeError with its last line of error."""
-    request = json.dumps({"contender": name, "case": case.to_dict(), "device": device, "check": check})
+    request = json.dumps({"contender": name, "case": case.to_dict(), "device": device})
     command = python_command("from onepass.bench.memory import main; main()")
     done = subprocess.run(command, input=request, capture_output=True, text=True)
     if done.returncode != 0:
@@ -45,25 +45,24 @@ def measure_in_subprocess(name: str, case: Case, device: str, check: bool = True
     return json.loads(done.stdout)
 
 
-def _measure(contender: Contender, case: Case, device: str, check: bool) -> dict[str, Any]:
+def _measure(contender: Contender, case: Case, device: str) -> dict[str, Any]:
     inputs = make_inputs(case, device)
     small = replace(case, seqlen_q=min(case.seqlen_q, _WARM_UP_SEQLEN), seqlen_k=min(case.seqlen_k, _WARM_UP_SEQLEN))
     prepare(contender, small, make_inputs(small, device)).run()
     prepared = prepare(contender, case, inputs)
     peak = peak_of(prepared.run, device)[1]
-    result = {
+    rows = Oracle(case, inputs).compare(prepared.results(), is_peer=contender.name != "onepass")
+    worst = max(rows, key=lambda row: row.share)
+    return {
         "extra_bytes": max(0, peak.extra_bytes - output_bytes(case)),
         "peak_bytes": peak.peak_bytes,
         "baseline_bytes": peak.baseline_bytes,
         "output_bytes": output_bytes(case),
         "method": peak.method,
+        "max_error": worst.error,
+        "error_budget": worst.budget,
+        "wrong": "; ".join(str(row) for row in rows if not row.ok),
     }
-    if check:
-        rows = Oracle(case, inputs).compare(prepared.results(), is_peer=contender.name != "onepass")
-        worst = max(rows, key=lambda row: row.share)
-        wrong = "; ".join(str(row) for row in rows if not row.ok)
-        result |= {"max_error": worst.error, "error_budget": worst.budget, "wrong": wrong}
-    return result
 
 
 class Peak(NamedTuple):
@@ -166,7 +165,7 @@ def main() -> None:
     """Run the child process: it reads a request from stdin and writes the result to stdout."""
     request = json.load(sys.stdin)
     contender = contender_named(request["contender"], request["device"])
-    print(json.dumps(_measure(contender, Case.from_dict(request["case"]), request["device"], request["check"])))
+    print(json.dumps(_measure(contender, Case.from_dict(request["case"]), request["device"])))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..bench.cases import CASE_SETS, DTYPES, Case, CaseSet, get_case_set, select
@@ -116,19 +115,15 @@ def _bench_context_parallel(device: str, path: Path | None, rounds: int | None, 
 
 def _run_with_progress(console: Console, case_sets: list[CaseSet], options: Options, path: Path | None) -> Report:
     """Show a bar on a terminal; elsewhere print a line for each case, and every 10 seconds the time that is left."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        total = sum(len(case_set.cases) for case_set in case_sets)
-        task, steps = progress.add_task("bench", total=total), Steps(console, "bench", total)
+    with Steps(console, "bench", sum(len(case_set.cases) for case_set in case_sets)) as steps:
 
         def on_start(case_set: CaseSet, case: Case) -> None:
-            progress.update(task, description=f"{case_set.name}: {case.label}")
+            steps.show(f"{case_set.name}: {case.label}")
 
         def on_row(row: dict[str, Any]) -> None:
-            progress.advance(task)
             if not console.is_terminal:
                 console.print(f"{row['set']}: {row['label']}: {_in_short(row)}", markup=False)
-                steps.advance()
+            steps.advance()
 
         return run(case_sets, options, path, on_start, on_row)
 

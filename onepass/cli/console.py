@@ -13,8 +13,9 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -65,26 +66,32 @@ class Steps:
     """Progress of a command: a bar on a terminal; elsewhere a line every 10 seconds, with the time that is left.
 
     Args: name: of the work. total: the number of steps, which are taken to last equally long.
+    Attributes: bar: the bars on a terminal.
     """
 
     def __init__(self, console: Console, name: str, total: int, seconds_between: float = 10.0):
         self.console, self.name, self.total, self.seconds_between = console, name, total, seconds_between
         self.done = 0
-        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task(name, total=total)
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self.bar.add_task(name, total=total)
         self._start = self._last = time.monotonic()
 
     def __enter__(self) -> Steps:
-        self._bar.__enter__()
+        self.bar.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._bar.__exit__(*error)
+        self.bar.__exit__(*error)
+
+    def show(self, what: str) -> None:
+        """Show what is being done, next to the bar."""
+        self.bar.update(self._task, description=escape(what))
 
     def advance(self) -> None:
         """One more step is done."""
         self.done += 1
-        self._bar.advance(self._task)
+        self.bar.advance(self._task)
         now = time.monotonic()
         if not self.console.is_terminal and now - self._last >= self.seconds_between and self.done < self.total:
             left = (now - self._start) / self.done * (self.total - self.done)

@@ -13,8 +13,6 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import onepass
@@ -52,14 +50,11 @@ def demo(
     interrupted = False
     repeats = 1 if quick else 2
     num_steps = demo_layer.num_steps(repeats) + 1 + (0 if skip_search else demo_search.NUM_STEPS)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task, steps = progress.add_task("starting", total=num_steps), Steps(console, "demo", num_steps)
+    with Steps(console, "demo", num_steps) as steps:
 
         def step(what: str) -> None:
-            progress.update(task, description=escape(what), advance=1)
-            if not console.is_terminal:
-                steps.advance()
+            steps.show(what)
+            steps.advance()
 
         try:
             step("choosing a length")

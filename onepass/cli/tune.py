@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..bench.cases import DTYPES, get_case_set, select
@@ -18,8 +17,7 @@ from ..kernels.config import LaunchConfig
 from ..testing.machine import describe
 from ..testing.results import Report
 from ..tuning import TuningResult, tasks_of
-from ..tuning.result import Progress as Listener
-from ..tuning.result import Task, changes, summary
+from ..tuning.result import Progress, Task, changes, summary
 from .console import INTERRUPTED, TABLE_STYLE, Steps, fail, make_console, require_output, resolve_device
 
 Shape = tuple[int, int, int, int]
@@ -118,8 +116,8 @@ def _tune(
 
     found: list[TuningResult] = []
     report = Report(describe("cuda") if json_path is not None else {}, json_path)
-    with _bar(console) as bar:
-        progress = _Shown(console, bar, len(tasks), found, report, verbose)
+    with Steps(console, "tuning", len(tasks)) as steps:
+        progress = _Shown(console, steps, found, report, verbose)
         try:
             with report.recording():
                 _measure(tasks, *limits, table, progress)
@@ -189,27 +187,20 @@ def _not_kept(tasks: list[Task], path: Path | None) -> list[Task]:
 # ---------------------------------------------------------------- what is shown
 
 
-def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-class _Shown(Listener):
+class _Shown(Progress):
     """A bar of the tasks and one of the current work; each result is printed and added to the report."""
 
     def __init__(
         self,
         console: Console,
-        bar: Progress,
-        num_tasks: int,
+        steps: Steps,
         found: list[TuningResult],
         report: Report,
         is_verbose: bool,
     ) -> None:
-        self.console, self.bar, self.results, self.report, self.is_verbose = console, bar, found, report, is_verbose
-        self.steps = Steps(console, "tuning", num_tasks)
-        self.overall: TaskID = bar.add_task("tuning", total=num_tasks)
-        self.current: TaskID = bar.add_task("", total=None)
+        self.console, self.steps, self.results, self.report, self.is_verbose = console, steps, found, report, is_verbose
+        self.bar = steps.bar
+        self.current = self.bar.add_task("", total=None)
 
     def compiling(self, done: int, total: int) -> None:
         self.bar.update(self.current, description="compiling candidates", completed=done, total=total)
@@ -226,11 +217,9 @@ class _Shown(Listener):
 
     def found(self, result: TuningResult) -> None:
         self.results.append(result)
-        self.bar.update(self.overall, advance=1)
         self.report.add(result.to_dict())  # the file is written after each result: it outlives this process
         self.console.print(_line(result), markup=False)
-        if not self.console.is_terminal:
-            self.steps.advance()
+        self.steps.advance()
         for candidate in result.candidates:
             if candidate.refusal is not None:
                 self.console.print(f"    not timed: {candidate.changes}: {candidate.refusal}", markup=False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -74,7 +77,7 @@ def options_of(
     }
 
 
-def unpack(name: str, packed: Any, count: int, rank: int) -> tuple[Tensor, ...]:
+def unpack(name: str, packed: Any, count: int, rank: int) -> tuple[Any, ...]:
     """Views of the tensors stacked in the third dimension from the end, (..., count, num_heads, head_dim)."""
     tensors.check_tensor(name, packed)
     if packed.dim() != rank or packed.shape[-3] != count:
@@ -126,6 +129,48 @@ def refuse(because: str, **arguments: Any) -> None:
         if value is not None:
             given = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise UnsupportedError(f"{name}: expected None, got {given}: {because}")
+
+
+class _Arguments:
+    """The arguments of a call as attributes; unlike types.SimpleNamespace, torch.compile can trace it."""
+
+    def __init__(self, values: Iterable[tuple[str, Any]]) -> None:
+        for name, value in values:
+            setattr(self, name, value)
+
+
+def takes(arguments: str) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
+    """Let a function of one object, whose attributes are the arguments, be called as flash-attn's function of its name.
+
+    Args: arguments: the parameters of flash-attn's function, as Python writes them.
+    """
+    signature = inspect.signature(eval(f"lambda {arguments}: None"))
+    in_order = eval(f"lambda {arguments}: ({', '.join(signature.parameters)},)")
+
+    def decorate(function: Callable[[Any], Any]) -> Callable[..., Any]:
+        in_order.__qualname__ = function.__name__  # which messages about wrong arguments say
+
+        @functools.wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            return function(_Arguments(zip(signature.parameters, in_order(*given, **named), strict=True)))
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def takes_schema(schema: str) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
+    """`takes`, with the arguments of the schema of an operator, which the function has as its attribute `schema`."""
+    arguments = torch._C.parse_schema(f"function{schema}").arguments
+    defaults = (f"={a.default_value!r}" if a.has_default_value() else "" for a in arguments)
+    decorate = takes(", ".join(a.name + default for a, default in zip(arguments, defaults, strict=True)))
+
+    def decorate_with_schema(function: Callable[[Any], Any]) -> Callable[..., Any]:
+        function.schema = schema  # type: ignore[attr-defined]
+        return decorate(function)
+
+    return decorate_with_schema
 
 
 class _WithoutBackward(torch.autograd.Function):

@@ -28,7 +28,7 @@ def round_up(length: int) -> int:
 
 
 def of_call(call: Steps, alibi_slopes: Tensor | None, lengths: dict[str, Any], starts: Tensor | None = None) -> Tensor:
-    """S_dmask of a call with dropout.
+    """S_dmask of a call with dropout, (batch, num_heads_q, round_up(longest queries), round_up(longest keys)).
 
     Args:
         lengths: offsets, longest lengths and used lengths of packed sequences, or {}.
@@ -36,11 +36,16 @@ def of_call(call: Steps, alibi_slopes: Tensor | None, lengths: dict[str, Any], s
     """
     assert call.dropout_state is not None
     q, k = call.inputs[:2]
-    if not lengths:
-        return signed_probabilities(call.problem, q, k, alibi_slopes, call.dropout_state)
-    longest = {name: _longest(name, lengths[name]) for name in ("max_seqlen_q", "max_seqlen_k")}
-    options = lengths | longest | {"starts": starts}
-    return signed_probabilities_packed(call.problem, q, k, alibi_slopes, call.dropout_state, **options)
+    if lengths:
+        longest = (_longest(name, lengths[name]) for name in ("max_seqlen_q", "max_seqlen_k"))
+        offsets = lengths["cu_seqlens_q"], lengths["cu_seqlens_k"]
+        q, k = (_in_batches(*packed) for packed in zip((q, k), offsets, longest, strict=True))
+        lengths_q, lengths_k = (cu_seqlens.diff() for cu_seqlens in offsets)
+        used = lengths.get("seqused_k")
+        lengths_k = lengths_k if used is None else used
+    else:
+        lengths_q, lengths_k = (torch.full((q.shape[0],), t.shape[1], device=q.device) for t in (q, k))
+    return _signed(call.problem, q, k, lengths_q, lengths_k, alibi_slopes, call.dropout_state, starts)
 
 
 def _longest(name: str, value: Any) -> int:
@@ -50,38 +55,6 @@ def _longest(name: str, value: Any) -> int:
     if value > LARGEST_BLOCK:
         raise ValueError(f"{name}: expected at most {LARGEST_BLOCK}, got {value}")
     return value
-
-
-def signed_probabilities(
-    problem: AttentionProblem, q: Tensor, k: Tensor, alibi_slopes: Tensor | None, state: Tensor
-) -> Tensor:
-    """S_dmask of a dense call, (batch, num_heads_q, round_up(seqlen_q), round_up(seqlen_k)) in q's dtype."""
-    batch, seqlen_q = q.shape[:2]
-    lengths = torch.full((batch,), seqlen_q, device=q.device), torch.full((batch,), k.shape[1], device=q.device)
-    return _signed(problem, q, k, *lengths, alibi_slopes, state)
-
-
-def signed_probabilities_packed(
-    problem: AttentionProblem,
-    q: Tensor,
-    k: Tensor,
-    alibi_slopes: Tensor | None,
-    state: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_k: Tensor | None = None,
-    starts: Tensor | None = None,
-) -> Tensor:
-    """S_dmask of packed sequences, (batch, num_heads_q, round_up(max_seqlen_q), round_up(max_seqlen_k)).
-
-    Args: starts: (batch,) int32: keys of a sequence before it do not exist.
-    """
-    padded = _in_batches(q, cu_seqlens_q, max_seqlen_q), _in_batches(k, cu_seqlens_k, max_seqlen_k)
-    lengths_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    return _signed(problem, *padded, cu_seqlens_q.diff(), lengths_k, alibi_slopes, state, starts)
 
 
 def _in_batches(packed: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
@@ -100,7 +73,7 @@ def _signed(
     lengths_k: Tensor,
     alibi_slopes: Tensor | None,
     state: Tensor,
-    starts: Tensor | None = None,
+    starts: Tensor | None,
 ) -> Tensor:
     """S_dmask of a padded batch.
 

@@ -90,6 +90,11 @@ class Lengths(NamedTuple):
     max_seqlen_q: Any = None
     max_seqlen_k: Any = None
 
+    @classmethod
+    def of(cls, arguments: Any) -> Lengths:
+        """The lengths among the arguments of a call, see `conventions.takes`."""
+        return cls._make(getattr(arguments, name) for name in cls._fields)
+
 
 class Arranged:
     """q, k and v of a call of flash-attn as `onepass.attention` or `onepass.attention_varlen` takes them.

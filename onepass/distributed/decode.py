@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..api import decode_calls
 from ..api.attention import AttentionOutput
-from ..api.decode import autocast_rows
+from ..api.decode import attention_decode
 from ..api.partials import merge_partials
 from ..dispatch import decode as dispatch
 from ..geometry.rotary import rotate
@@ -25,7 +26,8 @@ from ..quantization.codec import E4M3
 from ..tiled.cache import to_e4m3
 from ..validation import decode as checks
 from ..validation.attention import checked_mask
-from ..validation.modifiers import NAMES, check_modifiers, given_modifiers, in_float32
+from ..validation.decode import check_decode
+from ..validation.modifiers import NAMES, check_modifiers, given_modifiers
 from ..validation.overlap import refuse_overlaps
 from ..validation.scalars import check_flag
 from ..validation.tensors import check_int32
@@ -33,6 +35,11 @@ from .agreement import signature
 from .checks import check_device
 from .exchange import gather, to_device
 from .plan import ContextPlan
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..api.decode import DecodeOptions
 
 
 @torch.compiler.disable
@@ -43,36 +50,8 @@ def decode(
     v_cache: Tensor,
     plan: ContextPlan,
     *,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | Tensor | None = None,
-    k_new: Tensor | None = None,
-    v_new: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    rotary_interleaved: bool = False,
-    causal: bool = True,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    softmax_scale: float | None = None,
-    seqstart_k: Tensor | None = None,
-    key_ranges: Tensor | None = None,
-    query_ranges: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
-    rotary_positions_q: Tensor | None = None,
-    rotary_positions_k: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    kv_block: int | None = None,
-    num_splits: int | None = None,
-    split_size: int | None = None,
-    check_values: bool = False,
     return_lse: bool = False,
-    backend: str | None = None,
+    **options: Unpack[DecodeOptions],
 ) -> Tensor | AttentionOutput:
     """Exact attention of a few new queries over a cache that is spread over ranks. Every rank of the group calls it.
 
@@ -120,56 +99,26 @@ def decode(
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan: expected a ContextPlan, as onepass.distributed.plan makes it, got {plan!r}")
     with plan.reporting("decode"):
-        q, k_new, v_new = autocast_rows(k_cache, q, k_new, v_new)
-        inputs = DecodeInputs(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens,
-            page_table,
-            rotary_cos,
-            rotary_sin,
-            sinks,
-            k_descale,
-            v_descale,
-            cu_seqlens_q,
-            k_new,
-            v_new,
-        )
-        slopes = in_float32(alibi_slopes)
-        modifiers = seqstart_k, key_ranges, q_positions, slopes, bias, query_ranges
-        inputs = inputs.with_modifiers((*modifiers, rotary_positions_q, rotary_positions_k))
+        given: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "return_lse": return_lse, **options}
+        backend = given.pop("backend", None)
+        inputs, given = decode_calls.inputs_of("decode", given)
+        q = inputs.q
         _check(plan, inputs)
-        interleaved = check_flag("rotary_interleaved", rotary_interleaved)
-        mask = checked_mask(causal, window)
+        given["rotary_interleaved"] = check_flag("rotary_interleaved", given["rotary_interleaved"])
+        mask = checked_mask(given["causal"], given["window"])
         tokens = plan.on_device("tokens", q.device, lambda: to_device(plan.tokens(), q.device))
-        check_flag("check_values", check_values)
+        check_values = check_flag("check_values", given["check_values"])
         queries = _Queries(inputs)
         lengths, ranges = _visible(tokens, mask, queries, inputs)
-        arguments: dict[str, Any] = {
-            "q": q,
-            "k_cache": k_cache,
-            "v_cache": v_cache,
-            "cache_seqlens": lengths,
-            "page_table": _readable_pages(inputs),
-            "cu_seqlens_q": cu_seqlens_q,
-            "max_seqlen_q": max_seqlen_q,
-            "causal": False,
-            "softcap": softcap,
-            "sinks": sinks,
-            "softmax_scale": softmax_scale,
-            "key_ranges": ranges,
-            "bias": _terms(tokens, queries, inputs),
-            "k_descale": k_descale,
-            "v_descale": v_descale,
-            "kv_block": kv_block,
-            "num_splits": num_splits,
-            "split_size": split_size,
-            "return_lse": return_lse,
-        }
-        problem, local = decode_calls.problem_of("decode", arguments)
-        if plan.rank != 0 and sinks is not None:  # sinks count once
-            problem, local = decode_calls.problem_of("decode", arguments | {"sinks": None})
+        # the positions of new keys, rotation and the window are taken into account here
+        local = inputs._replace(cache_seqlens=lengths, page_table=_readable_pages(inputs), modifiers=None)
+        local = local._replace(k_new=None, v_new=None, rotary_cos=None, rotary_sin=None, rotary_positions=None)
+        local = local.with_modifiers((None, ranges, None, None, _terms(tokens, queries, inputs), None, None))
+        here = given | {"causal": False, "window": None, "rotary_interleaved": False, "check_values": False}
+        problem = check_decode(local, **here)
+        if plan.rank != 0 and inputs.sinks is not None:  # sinks count once
+            local = local._replace(sinks=None)
+            problem = check_decode(local, **here)
         if check_values or q.device.type == "cpu":
             _check_values(plan, inputs, tokens, problem, mask.window_left is not None)
         if inputs.seqlen_new:
@@ -177,11 +126,11 @@ def decode(
         problem = replace(problem, attention=replace(problem.attention, float32_out=True))
         backend_name = dispatch.require_decode(problem, backend, q.device)
     if plan.num_ranks > 1:
-        plan.agree("decode", _compared(inputs, mask, softcap, softmax_scale, interleaved, kv_block))
-    if rotary_cos is not None and rotary_sin is not None:
-        inputs, local = _rotated(inputs, local, queries, interleaved)
+        plan.agree("decode", _compared(inputs, mask, given))
+    if inputs.rotary_cos is not None and inputs.rotary_sin is not None:
+        inputs, local = _rotated(inputs, local, queries, given["rotary_interleaved"])
     if inputs.seqlen_new:
-        _append(inputs, tokens, kv_block)
+        _append(inputs, tokens, given["kv_block"])
     with without_autocast(q.device.type):
         out, lse = dispatch.prepare_decode(backend_name, problem, q.device)(local)
     if plan.num_ranks > 1:
@@ -190,6 +139,11 @@ def decode(
         out, lse = merge_partials(everyone[..., :-1].contiguous(), everyone[..., -1].mT.contiguous())
     out = out.to(q.dtype)
     return AttentionOutput(out, lse) if return_lse else out
+
+
+_SHOWN = list(inspect.signature(attention_decode).parameters.values())
+_PLAN = inspect.Parameter("plan", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="ContextPlan")
+decode.__signature__ = inspect.Signature([*_SHOWN[:3], _PLAN, *_SHOWN[3:]])
 
 
 # ---------------------------------------------------------------- checks
@@ -252,23 +206,21 @@ def _check_values(
         refuse_shared_pages(inputs.page_table.tolist(), inputs.k_cache.shape[1], *rows, hides_keys)
 
 
-def _compared(
-    inputs: DecodeInputs, mask: Mask, softcap: Any, softmax_scale: Any, interleaved: bool, kv_block: Any
-) -> dict[str, Any]:
+def _compared(inputs: DecodeInputs, mask: Mask, options: dict[str, Any]) -> dict[str, Any]:
     """The values of a call that ranks compare."""
     modifiers, rotary = inputs.modifiers or NO_MODIFIERS, inputs.rotary_positions or RotaryPositions()
     names = ("q", "k_new", "v_new", "sinks", "cu_seqlens_q", "rotary_cos", "rotary_sin")
     values: dict[str, Any] = {name: signature(getattr(inputs, name)) for name in names}
     values |= {name: signature(t) for name, t in zip(NAMES, modifiers[:-1], strict=True)}
     values |= {"rotary_positions_q": signature(rotary.q), "rotary_positions_k": signature(rotary.k)}
-    values |= {"rotary_interleaved": interleaved, "kv_block": kv_block}
+    values |= {name: options[name] for name in ("rotary_interleaved", "kv_block", "softcap", "softmax_scale")}
     for name in ("k_descale", "v_descale"):
         descale = getattr(inputs, name)
+        has_blocks = options["kv_block"] is not None and descale is not None
         # ranks may have different numbers of blocks and pages
-        values[name] = signature(descale) if kv_block is None or descale is None else f"{descale.dim()} dimensions"
+        values[name] = f"{descale.dim()} dimensions" if has_blocks else signature(descale)
     caches = str(inputs.k_cache.dtype), *inputs.k_cache.shape[2:], inputs.v_cache.shape[3]
-    values |= {"caches": caches, "device": inputs.q.device.type, "mask": str(mask), "softcap": softcap}
-    return values | {"softmax_scale": softmax_scale}
+    return values | {"caches": caches, "device": inputs.q.device.type, "mask": str(mask)}
 
 
 # ---------------------------------------------------------------- positions, and this rank's part of them

@@ -192,6 +192,10 @@ def test_vmap_is_refused_with_a_reason():
     q, k, v = qkv(3, 2, 5)
     with pytest.raises(NotImplementedError, match=r"cannot run under torch\.vmap: it already takes a batch"):
         torch.vmap(onepass.attention)(q, k, v)
+    leaf, k, v = q[0].requires_grad_(), k[0], v[0]
+    out = onepass.attention(leaf, k, v)
+    with pytest.raises(NotImplementedError, match=r"cannot run under torch\.vmap: it already takes a batch"):
+        torch.vmap(lambda dout: torch.autograd.grad(out, leaf, dout))(torch.stack([out, out]))
 
 
 def test_a_second_derivative_is_refused_with_a_reason():

@@ -334,6 +334,12 @@ IGNORED = {
 }
 
 
+@pytest.mark.parametrize("function", [fa3._flash_attn_backward, fa4._flash_attn_bwd])
+def test_a_message_about_missing_arguments_names_the_function(function):
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) missing 6 required positional arguments: "):
+        function()
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_values_are_refused_by_every_function(name):
     parameters = inspect.signature(CALLS[name][0]).parameters

@@ -44,6 +44,19 @@ def backward2(q):
     return *gradients, softmax_d
 
 
+def backward3(q):
+    metadata = fa3.get_scheduler_metadata(2, 5, 9, 4, 2, 8, LENGTHS)
+    out, lse, *_ = fa3._flash_attn_forward(q, K, V, softmax_scale=0.3, causal=True, scheduler_metadata=metadata)
+    gradients = [torch.empty_like(t) for t in (q, K, V)]
+    buffers = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return fa3._flash_attn_backward(out, q, K, V, out, lse, **buffers, softmax_scale=0.3, is_causal=True), *gradients
+
+
+def backward4(q):
+    out, lse, *_ = fa4._flash_attn_fwd(q, K, V, softmax_scale=0.3, causal=True, return_lse=True)
+    return fa4._flash_attn_bwd(q, K, V, out, out, lse, softmax_scale=0.3, causal=True)
+
+
 CALLS = {
     "alibi": lambda q: fa2.flash_attn_func(q, K, V, causal=True, alibi_slopes=SLOPES, return_attn_probs=True),
     "window": lambda q: fa2.flash_attn_func(q, K, V, window_size=[3, -1]),
@@ -56,9 +69,11 @@ CALLS = {
         q.flatten(0, 1), *ROWS[1:], *OFFSETS, 5, 9, *USED, causal=True, attention_chunk=3
     ),
     "3, kvcache": lambda q: cache3(q, causal=True, cache_leftpad=STARTS),
+    "3, private": backward3,
     "3, packed kvcache": lambda q: packed_cache3(q, attention_chunk=3),
     "4": lambda q: fa4.flash_attn_func(q, K, V, window_size=(None, -1), learnable_sink=SLOPES, return_lse=True),
     "4, varlen": lambda q: fa4.flash_attn_varlen_func(q, K, V, seqused_q=USED[0], seqused_k=USED[1], return_lse=True),
+    "4, private": backward4,
     "4, pages": lambda q: fa4.flash_attn_varlen_func(
         q, PAGES, PAGES, seqused_q=USED[0], seqused_k=LENGTHS, page_table=TABLE, causal=True, return_lse=True
     ),

@@ -1,11 +1,13 @@
 """The pool of compilers: each kernel compiles by itself, in processes that no caller has to wait for."""
 
+import io
 import json
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -191,6 +193,17 @@ def test_a_process():
     assert worker._process is None
     worker.close()
     worker.kill()
+
+
+def test_a_worker_whose_process_has_died_starts_another_one(monkeypatch):
+    def start(answer):
+        return SimpleNamespace(stdin=io.BytesIO(), stdout=io.BytesIO(answer), wait=lambda: 3, kill=lambda: None)
+
+    started = iter(start(answer) for answer in (b"", f"{pool.MARK}[0.5, null]\n".encode()))
+    monkeypatch.setattr(pool, "_start", lambda errors, niceness: next(started))
+    worker = WorkerProcess()
+    assert worker.compile(REQUESTS[1]).failure == "the compiler ended with exit status 3"
+    assert worker.compile(REQUESTS[1]) == Outcome(0.5, None)
 
 
 def deadly(*words):

@@ -401,9 +401,8 @@ def test_merge(dtype, head_dim_v, has_sinks):
     outs[~seen] = NAN
     sinks = torch.tensor([3.0, 200.0]) if has_sinks else None
     expected = merge_in_torch([o.double() for o in outs], [x.double() for x in lses], sinks)
-    out, lse = sm80_decode.merge(
-        outs, lses, torch.empty(outs.shape[1:], dtype=dtype), torch.empty(lses.shape[1:]), sinks
-    )
+    like = torch.empty(outs.shape[1:], dtype=dtype), torch.empty(lses.shape[1:])
+    out, lse = sm80_decode.merge(outs, lses, *like, sinks, last_first=True)
     assert compare("out", out, expected[0], merge_in_torch(outs, lses, sinks)[0].to(dtype)).ok
     assert compare_lse(lse, expected[1]).ok
     if not has_sinks:

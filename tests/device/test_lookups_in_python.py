@@ -15,8 +15,10 @@ from test_elements_in_python import Float, Values, fresh, size
 from test_query_bounds_values import CONFIGS, RandomCall
 
 from onepass.kernels.arguments import AppendArguments, QueryBoundsArguments
+from onepass.kernels.config import BackwardConfigSm90
 from onepass.kernels.launch import modifiers, query_bounds
 from onepass.kernels.launch.arguments import window_bounds
+from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
@@ -108,6 +110,13 @@ def device(monkeypatch):
         "tiles": "blocks.tiles.key_tiles",
         "repair": "blocks.repair.gradients",
         "output": "sm90.forward.output",
+        "scales_sm90": "sm90.forward.scales",
+        "background": "sm90.backward.rows",
+        "atomic": "sm90.backward.dq_atomic",
+        "wide": "sm90.backward.wide",
+        "private": "sm90.backward.dq_private",
+        "dkv": "sm90.backward.dkv",
+        "scores": "sm90.backward.scores",
     }
     modules = {name: fresh(f"onepass.kernels.device.{path}") for name, path in names.items()}
     for module in modules.values():
@@ -141,7 +150,7 @@ def test_the_end_of_a_row(device, sink):
 
 
 CAPACITY, PAGE_SIZE, NUM_PAGES, HEADS = 96, 16, 9, 2
-TABLE = np.array([[3, 8, 0, 5, 1, 7], [2, 6, -4, 99, 4, 4]])  # pages 2 and 3 of the second sequence do not exist
+TABLE = np.array([[3, 8, 0, 5, 1, 7], [2, 6, -1, 9, 4, 4]])  # pages 2 and 3 of the second sequence do not exist
 
 
 def page_of(entry, key):
@@ -401,3 +410,282 @@ def test_splits_that_a_packed_sequence_lacks(device, monkeypatch):
     store = device.output.Output._store_absent_splits.__wrapped__
     store(output, SimpleNamespace(num_splits=3), None, 7, True)
     assert written == [(-math.inf, 7 + 60 * split) for split in (3, 4)]
+
+
+class Part:
+    """A part of a tensor, which equals its place: the tensor's name, and the numbers that chose it."""
+
+    element_type = None
+
+    def __init__(self, *place):
+        self.place = place
+
+    def __getitem__(self, index):
+        return Part(*self.place, *(i for i in index if i is not None))
+
+    def __eq__(self, other):
+        return self.place == getattr(other, "place", other)
+
+    def __hash__(self):
+        return hash(self.place)
+
+    def __repr__(self):
+        return repr(self.place)
+
+
+def test_rows_of_dq_that_are_computed_again(device, monkeypatch):
+    """From the tensors of the block's query head, those of its kv head, and the statistics of its head."""
+    group, heads, tile_m, blocks, seqlen_q = 2, 4, 64, 2, 100
+    found = []
+    monkeypatch.setattr(device.background, "copy_of", lambda number: number)
+    repair = SimpleNamespace(recompute_dq=lambda *given: found.append(given))
+    repair.has_nan_in_row = lambda row: row.place[-1] % 3 == 0
+    monkeypatch.setattr(device.background, "repair_gradients", repair)
+    rows = object.__new__(device.background.BackgroundRows)
+    rows.kernel = SimpleNamespace(tile_m=tile_m, group=group)
+    rows.sources = SimpleNamespace(**{name: Part(name) for name in ("q", "k", "v", "dout")})
+    rows.tensors = SimpleNamespace(dq=Part("dq"))
+    lengths = SimpleNamespace(seqused_k=[30, 40], added_k=None)
+    rows.seqlens = SimpleNamespace(seqlen_q=seqlen_q, seqlen_k=50, window_left=None, window_right=0, lengths=lengths)
+    rows.progress = SimpleNamespace(blocks_of_head=blocks, heads_of_entry=heads)
+    rows.accumulator = SimpleNamespace(stats=View(np.arange(2 * heads * blocks)[:, None]))
+    rows.factors, rows.softmax_scale = "factors", 0.5
+    for entry, head, m_block in itertools.product(range(2), range(heads), range(blocks)):
+        found.clear()
+        first = (entry * heads + head) * blocks
+        device.background.BackgroundRows._repair_block.__wrapped__(rows, first + m_block)
+        queries = [n for n in range(m_block * tile_m, min((m_block + 1) * tile_m, seqlen_q)) if n % 3 == 0]
+        assert [query for _, query, *_ in found] == queries
+        for dq, _, sources, stats, geometry, *factors in found:
+            kv = (head // group, entry)
+            assert dq == ("dq", head, entry)
+            assert sources == (("q", head, entry), ("k", *kv), ("v", *kv), ("dout", head, entry))
+            assert stats.array[0, 0] == first
+            assert geometry == (seqlen_q, lengths.seqused_k[entry], None, 0)
+            assert factors == ["factors", 0.5]
+
+
+@pytest.mark.parametrize(
+    ("tile_m", "head_dim", "dq_columns", "columns"), [(64, 128, 64, 128), (128, 64, 64, 40), (64, 64, 64, 32)]
+)
+def test_boxes_of_dq_go_where_they_belong(device, monkeypatch, tile_m, head_dim, dq_columns, columns):
+    """Boxes of 16 rows lie in the order of 64 rows, part of the columns, warp, and columns of the part."""
+    width, stored = 32, []
+    monkeypatch.setattr(device.background.cute, "copy", lambda atom, s, g: stored.append(g), raising=False)
+    rows = object.__new__(device.background.BackgroundRows)
+    rows.kernel = SimpleNamespace(tile_m=tile_m, head_dim=head_dim, dq_columns=dq_columns, dtype=None)
+    tma = SimpleNamespace(atom=None, partition=lambda box, start, dtype: (start, Part(box)))
+    rows.tensors = SimpleNamespace(tma_dq=tma, dq=SimpleNamespace(shape=(1000, columns)))
+    store = device.background.BackgroundRows._store_box.__wrapped__
+    boxes = [
+        (4 * group + warp, first // width)
+        for group in range(tile_m // 64)
+        for start in range(0, head_dim, dq_columns)
+        for warp in range(4)
+        for first in range(start, start + dq_columns, width)
+    ]
+    for number in range(len(boxes)):
+        store(rows, "an address", 3, 5, 2 * tile_m, number)
+    first_row = 2 * tile_m // 16
+    expected = [(first_row + row, column) for row, column in boxes if column * width < columns]
+    assert stored == [((16, width), row, column, 3, 5) for row, column in expected]
+
+
+@pytest.mark.parametrize(
+    ("tile_m", "head_dim", "by_gradient"), [(128, 64, False), (64, 128, False), (64, 72, False), (64, 192, True)]
+)
+def test_sums_of_dq_are_read_as_they_were_added(device, monkeypatch, tile_m, head_dim, by_gradient):
+    """What a consumer warp adds for a row and a column, the postprocess finds there; columns past head_dim are left."""
+    q = torch.zeros(1, 200, 1, head_dim, dtype=torch.bfloat16)
+    options = {"softmax_scale": 1.0, "mask": Mask(), "softcap": None, "deterministic": False}
+    problem = AttentionProblem.of(AttentionInputs(q, q, q), **options)
+    config = BackwardConfigSm90(tile_m=tile_m, by_gradient=by_gradient)
+    columns, by_rows = config.dq_columns(problem), tile_m > 64
+    kernel = SimpleNamespace(config=config, dq_columns=columns, is_dq_by_rows=by_rows, true_head_dim=head_dim)
+    kernel.num_pieces = config.head_dims(problem)[0] // columns
+    added, found = {}, {}
+
+    def row_and_column(lane, i):
+        """Those of a lane's i-th value in the 16 rows of a warp."""
+        return lane // 4 + 8 * (i // 2 % 2), i // 4 * 8 + 2 * (lane % 4) + i % 2
+
+    for name, stand_in in {"LANES": 32, "Int64": int}.items():
+        monkeypatch.setattr(device.atomic, name, stand_in)
+    kind = device.wide.PieceSums if by_gradient else device.atomic.AtomicSums
+    for part, warp, lane in itertools.product(range(kernel.num_pieces if by_gradient else 2), range(4), range(32)):
+        first_row, first_column = 16 * warp + 64 * (part if by_rows else 0), 0 if by_rows else part * columns
+
+        def add(place, values, lane=lane, first_row=first_row, first_column=first_column):
+            for c, i in enumerate(values):
+                row, column = row_and_column(lane, i)
+                added[place + c] = first_row + row, first_column + column
+
+        monkeypatch.setattr(device.atomic, "add_to_global", add)
+        thread = SimpleNamespace(wg=part, warp=warp if by_gradient else 4 * part + warp, lane=lane)
+        accumulator = SimpleNamespace(dq=SimpleNamespace(iterator=0))
+        sums = SimpleNamespace(kernel=kernel, thread=thread, accumulator=accumulator)
+        sums.address = functools.partial(device.atomic.AtomicSums.address, sums)
+        sums.column_blocks = functools.partial(kind.column_blocks, sums)
+        share = kind.share_of_piece(sums, 0, part) if by_gradient else thread.warp
+        device.atomic.AtomicSums.add_share.__wrapped__(sums, Values(np.arange(columns // 2)), share)
+
+    postprocess = device.rows.Postprocess(problem, config)
+    postprocess.rows_of_block = lambda *_: device.rows.BlockRows(0, 1000, 0, 0)
+    stand_ins = {
+        "make_tensor": lambda place, _: place,
+        "make_layout": lambda *_, **__: None,
+        "flat_divide": lambda *_: Part(),
+        "make_rmem_tensor": lambda *_: SimpleNamespace(iterator=0, fill=lambda _: None),
+        "autovec_copy": lambda vector, first: found.update({first: vector.place[0]}),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(device.rows.cute, name, stand_in, raising=False)
+    names = {"LANES": 32, "exit_if": lambda _: None, "epilogue": SimpleNamespace(store_runs=lambda *_: None)}
+    for name, stand_in in names.items():
+        monkeypatch.setattr(device.rows, name, stand_in)
+    monkeypatch.setattr(device.arch, "grid_dim", lambda: (tile_m // 64, 1, 1), raising=False)
+    mdq, lengths = Values(np.zeros((1000, 1, 1, 1))), SimpleNamespace(cu_seqlens_q=None)
+    for group, thread in itertools.product(range(tile_m // 64), range(128)):
+        monkeypatch.setattr(device.rows, "last_first", lambda group=group: (group, 0, 0))
+        monkeypatch.setattr(device.arch, "thread_idx", lambda thread=thread: (thread, 0, 0))
+        found.clear()
+        device.rows.Postprocess.kernel.__wrapped__(postprocess, Part("sums"), mdq, lengths, 1.0, None)
+        for first, vector in found.items():
+            for c in range(4):
+                row, column = row_and_column(thread % 32, first + c)
+                is_there = column < -(-head_dim // 8) * 8
+                place = (64 * group + thread // 32 * 16 + row, column) if is_there else None
+                assert added.pop(4 * vector + c, None) == place
+    assert not added
+
+
+def test_a_thread_blocks_own_sums_of_dq(device, monkeypatch):
+    """Each warp's share of each block of a group's query heads has a place of its own, and none is left over."""
+    group, blocks, warps, ctas = 3, 2, 4, 2
+    found = []
+    for cta, head_kv in ((0, 5), (1, 0)):
+        monkeypatch.setattr(device.arch, "block_idx", lambda cta=cta: (cta, 0, 0), raising=False)
+        kernel = SimpleNamespace(group=group, config=SimpleNamespace(consumer_warps=warps))
+        for in_group, m_block, warp in itertools.product(range(group), range(blocks), range(warps)):
+            sums = SimpleNamespace(kernel=kernel, thread=SimpleNamespace(warp=warp))
+            sums.accumulator = SimpleNamespace(blocks_per_head=blocks)
+            share = device.private.PrivateSums.share.__wrapped__
+            found.append(share(sums, SimpleNamespace(head_kv=head_kv), head_kv * group + in_group, m_block))
+    assert found == list(range(ctas * group * blocks * warps))
+
+
+@pytest.mark.parametrize("has_nan", [False, True])
+def test_rows_of_dk_that_are_written(device, monkeypatch, has_nan):
+    """Those of the tile's sequence, and no other sequence's; rows with a NaN among them are computed again."""
+    written, again = {}, []
+    monkeypatch.setattr(device.dkv, "rows_and_columns", lambda acc: acc)
+    epilogue = SimpleNamespace(
+        store_16_bits=lambda acc, weights, rows, is_row, *_: written.update(zip(rows, is_row, strict=True))
+    )
+    monkeypatch.setattr(device.dkv, "epilogue", epilogue)
+    monkeypatch.setattr(
+        device.dkv, "repair_gradients", SimpleNamespace(nan_rows=lambda acc, is_row: [has_nan and is_row[0], 0])
+    )
+    monkeypatch.setattr(device.arch, "sync_warp", lambda: None, raising=False)
+    kernel = SimpleNamespace(tile_n=64, at_head=lambda t, m, head, origin: Part(head, origin))
+    kernel.recompute_keys = lambda tile, gradient, scale, first, *_: again.append(first)
+    inputs = SimpleNamespace(mdK=Part("dk"), sources="sources", accumulator=None, factors=None, modifiers=None)
+    tile = SimpleNamespace(n_block=1, rows_k=100, head_kv=3, origin_k=7)
+    for warp, lane in itertools.product(range(4), range(0, 32, 4)):
+        region = SimpleNamespace(row_in_tile=16 * warp + lane // 4, lane=lane, lane_in_quad=0)
+        gradients = SimpleNamespace(kernel=kernel, region=region, inputs=inputs)
+        device.dkv.KeyGradients._store.__wrapped__(gradients, tile, None, inputs.mdK, 0.5, False, None)
+    assert written == {(3, 7, row): row < 100 for row in range(64, 128)}
+    assert sorted(set(again)) == ([64, 80, 96] if has_nan else [])
+
+
+@pytest.mark.parametrize("tanh_scale", [None, 3.0])
+def test_the_descale_of_a_cache_is_in_one_scale(device, tanh_scale):
+    """In that of the scores, or with a softcap in that of what is capped. Its sign comes with K."""
+    scales = object.__new__(device.scales_sm90.CacheScales)
+    scales.factors, scales.head_scale = device.online.ScoreFactors(2.0, tanh_scale), Registers((1,))
+    scales.rows = SimpleNamespace(head_kv=lambda tile: 1)
+    scales.descales = SimpleNamespace(k={(4, 1, 0): -0.5}, v={(4, 1, 0): -3.0})
+    assert scales.of_head(SimpleNamespace(origin_k=4)) == (0.5, -3.0)
+    device.scales_sm90.CacheScales.load.__wrapped__(scales, SimpleNamespace(origin_k=4))
+    assert scales.with_descale(0.5) == ((1.0, None) if tanh_scale is None else (2.0, 1.5))
+    assert scales.head_scale[0] == (1.0 if tanh_scale is None else 1.5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [BackwardConfigSm90(), BackwardConfigSm90(by_gradient=True), BackwardConfigSm90(by_gradient=True, paired=True)],
+    ids=["all gradients", "a gradient each", "pairs"],
+)
+def test_warps_add_to_places_of_their_own_in_dslopes(device, config):
+    """Each warp of each tile of keys that computes dS has a place, and there is none for another one."""
+    q, k = torch.zeros(1, 200, 2, 256), torch.zeros(1, 200, 1, 256)
+    inputs = AttentionInputs(q, k, k, modifiers=Modifiers(alibi_slopes=torch.ones(2)))
+    options = {"softmax_scale": 1.0, "mask": Mask(), "softcap": None, "deterministic": False}
+    terms = modifiers.gradients_of_terms(AttentionProblem.of(inputs, **options), config, inputs)
+    places = []
+    for n_block, rank in itertools.product(range(-(-200 // config.tile_n)), range(config.tile_blocks)):
+        for warp in range(config.consumer_warps):
+            scores = object.__new__(device.scores.BackwardScores)
+            scores.kernel, scores.region = SimpleNamespace(config=config), SimpleNamespace(warp=warp)
+            scores.first_warp = rank * config.consumer_warps
+            places.append(scores.slot(SimpleNamespace(n_block=n_block)))
+    assert places == list(range(terms.slopes.shape[-1]))
+
+
+def test_rows_of_a_thread_blocks_own_dq_that_are_computed_again(device, monkeypatch):
+    """Those of this warp in the blocks that the tile was the last to add to, for each query head of the group."""
+    found, group, tile_m, seqlen_q = [], 2, 64, 150
+    monkeypatch.setattr(device.private.repair_gradients, "recompute_dq", lambda *given: found.append(given))
+    kernel = SimpleNamespace(
+        group=group, tile_m=tile_m, at_head=lambda t, m, head, origin: Part(*t.place, head, origin)
+    )
+    kernel.is_first_and_last = lambda tile, m_block: (False, m_block != 1)
+    kernel.m_block_number = lambda accumulator, tile, head, m_block: 10 * head + m_block
+    sums = SimpleNamespace(kernel=kernel, row=16 + 3, thread=SimpleNamespace(lane=12), mdQ=Part("dq"))
+    sums.sources = SimpleNamespace(**{name: Part(name) for name in ("q", "k", "v", "dout")})
+    sums.accumulator = SimpleNamespace(stats=View(np.arange(100)[:, None]))
+    sums.factors, sums.softmax_scale = "factors", 0.5
+    tile = SimpleNamespace(head_kv=3, origin_q=5, origin_k=7, first=0, last=3)
+    tile.geometry = SimpleNamespace(seqlen_q=seqlen_q)
+    device.private.PrivateSums.recompute.__wrapped__(sums, tile)
+    queries = [*range(16, 32), *range(128 + 16, seqlen_q)]
+    assert [(dq.place[1], query) for dq, query, *_ in found] == list(itertools.product((6, 7), queries))
+    for dq, _, sources, stats, *others in found:
+        head, kv = dq.place[1:], (3, 7)
+        assert (dq, *sources) == (("dq", *head), ("q", *head), ("k", *kv), ("v", *kv), ("dout", *head))
+        assert stats.array[0, 0] == 10 * head[0]
+        assert others == [tile.geometry, "factors", 0.5]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_rows_of_out_that_are_computed_again(device, monkeypatch, is_split):
+    """Each row of the warp with its own head, reference and weight, from the keys that it sees in its split."""
+    found, tile_n = [], 16
+    monkeypatch.setattr(device.output, "broadcast", lambda value, lane: value if lane == 0 else (value, lane))
+    monkeypatch.setattr(device.output.repair_rows, "recompute_row", lambda *row, pairs: found.append(row))
+    names = "is_paged", "has_intervals", "converts"
+    kernel = SimpleNamespace(**dict.fromkeys(names, False), is_split=is_split, tile_n=tile_n)
+    kernel.at_head = kernel.keys_at_head = lambda t, m, head, origin: Part(*t.place, head, origin)
+    output = object.__new__(device.output.Output)
+
+    def find(tile, row):  # two heads of a group take turns in the rows of a tile; its last rows do not exist
+        return row // 2, 6 + row % 2, row < 60
+
+    output.kernel, output.rows = kernel, SimpleNamespace(head_kv=lambda tile: 3, find=find)
+    output.thread = SimpleNamespace(row=48)
+    sources = SimpleNamespace(**{name: Part(name) for name in "qkv"})
+    output.inputs = SimpleNamespace(sources=sources, mO=Part("out"), modifiers=None)
+    output.done_max, output.scales = ("upper", "lower"), SimpleNamespace(with_descale=lambda descale: "factors")
+    geometry = 30, 100, None, 0  # causal
+    tile = SimpleNamespace(origin_q=5, origin_k=7, origin_out=8, geometry=geometry, first=2, last=5)
+    device.output.Output._recompute.__wrapped__(output, tile, ("weight", "weight below"), None)
+    assert len(found) == 12
+    for i, (q, k, v, out, low, high, factors, row_max, weight) in enumerate(found):
+        position, head, kv = (48 + i) // 2, 6 + i % 2, (3, 7)
+        assert (q, k, v) == (("q", head, 5, position), ("k", *kv), ("v", *kv))
+        assert (out, factors) == (("out", head, 8, position), "factors")
+        end = position + 1 + 100 - 30
+        assert (low, high) == ((2 * tile_n, min(end, 5 * tile_n)) if is_split else (0, end))
+        of_row = ("upper", "weight") if i < 8 else ("lower", "weight below")
+        assert (row_max, weight) == (of_row if i % 8 == 0 else tuple((value, i % 8 * 4) for value in of_row))

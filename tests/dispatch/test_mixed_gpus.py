@@ -122,7 +122,10 @@ def test_whether_parts_are_merged_by_a_kernel(gpus, index):
 
 
 def test_a_capture_is_looked_for_on_the_tensors_gpu(gpus, monkeypatch):
-    """A captured launch has its own tile counter; a captured stream of another GPU makes no difference."""
+    """A captured launch has its own tile counter; a captured stream of another GPU makes no difference.
+
+    A launch that needs more counters than are kept gets as many as it needs.
+    """
     current, capturing = [torch.cuda.current_device()], [None]
 
     class on_device:
@@ -141,6 +144,8 @@ def test_a_capture_is_looked_for_on_the_tensors_gpu(gpus, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(launch_sm90, "_counters", {})
     kept = [launch_sm90.tile_counter(index) for index in (0, 1)]
+    for count in (3, 7, 5):
+        assert launch_sm90.zero_counters("backward", 0, count).numel() >= count
     capturing[0] = 1
     assert launch_sm90.tile_counter(0) is kept[0]
     assert launch_sm90.tile_counter(1) is not kept[1]

@@ -172,6 +172,7 @@ def test_a_cache(passed, module, is_packed, num_splits):
         for name, t in zip(inputs._fields, inputs[:14], strict=False)
         if t is not None and name not in ("k_cache", "v_cache")
     }
+    filled["page_table"] = filled["page_table"].mT.contiguous().mT  # kernels read its rows
     inputs = inputs._replace(**filled)
     if is_packed:
         inputs = inputs._replace(cu_seqlens_q=torch.tensor([0, 2, 6], dtype=INT32))

@@ -5,8 +5,8 @@ blocks run together (numpy takes time per operation). Threads that have diverged
 Two options find missing waits and barriers:
 
     copies_late     a cp.async writes NaN at once, and its data only when the thread that issued it waits for its group;
-                    otherwise it writes the data at once. The former shows reads that come too early, the latter
-                    overwrites that come too early.
+                    a barrier has to follow before threads read from shared memory. Otherwise it writes the data at
+                    once. The former shows reads that come too early, the latter overwrites that come too early.
     warps_reversed  the last warp of a block runs first.
 
 Memory that has not been written is full of NaN; an address outside raises, and so does a misaligned one.
@@ -284,6 +284,7 @@ class Warp:
         # groups of copies that each lane has committed; and copies: lanes, addresses, data and the numbers of groups
         self.committed = np.zeros(self.num_lanes, int)
         self.copies: list[tuple] = []
+        self.has_news = np.zeros(self.num_lanes, bool)  # whether copies have ended of which no other lane knows
         self.waits = 0
         # for a barrier that is also a vote: the register of its result, the lanes that have arrived, those that say yes
         self.vote: tuple[str, np.ndarray, np.ndarray] | None = None
@@ -296,6 +297,10 @@ class Warp:
             return
         by_warp = active.reshape(-1, 32)
         assert (by_warp.all(1) == by_warp.any(1)).all(), f"not all lanes are here: {text}"
+
+    def expect_barrier(self, active: np.ndarray, text: str):
+        """A read of shared memory, where other lanes' copies can be seen after a barrier."""
+        assert not self.has_news[active].any(), f"no barrier after a wait for copies: {text}"
 
     def run_to_barrier(self) -> np.ndarray:
         """Run to the next barrier. Returns: which warps have met one; the others have ended."""
@@ -316,11 +321,11 @@ class Warp:
                 self.position[here] += 1
                 if instruction.name == "bar.sync":
                     self.of_whole_warps(here, instruction.text)
-                    runs &= ~here
+                    runs, self.has_news = runs & ~here, self.has_news & ~here
                     continue
                 if instruction.name == "barrier.cta.red.or.pred":
                     self.of_whole_warps(here, instruction.text)
-                    runs &= ~here
+                    runs, self.has_news = runs & ~here, self.has_news & ~here
                     result, _, mine = instruction.operands
                     self.vote = result, here, here & self.registers[mine]
                     continue
@@ -385,7 +390,9 @@ class Warp:
             self.position[active] = self.program.labels[operands[0]]
         elif opcode[0] in ("ret", "exit"):
             self.is_done |= active
-        elif name == "bar.warp.sync" or opcode[0] == "fence":
+        elif name == "bar.warp.sync":
+            self.has_news &= ~active
+        elif opcode[0] == "fence":
             pass
         elif opcode[0] in ("red", "atom"):
             self.add_to_memory(opcode, operands, active)
@@ -393,6 +400,8 @@ class Warp:
             # thread blocks before this one have ended: nothing will write what it waits for
             self.waits += "acquire" in opcode
             assert self.waits < 100, f"waits for ever: {text}"
+            if opcode[0] == "ld" and "shared" in opcode:
+                self.expect_barrier(active, text)
             self.load_or_store(opcode, operands, active)
         elif name.startswith(("cp.async", "ldmatrix", "stmatrix", "mma", "vote", "shfl", "redux")):
             self.of_warp(opcode, operands, active, text)
@@ -579,6 +588,7 @@ class Warp:
             extremes = {"min": values.min, "max": values.max}[opcode[2]](1)
             self.set(operands[0], np.repeat(extremes, 32).view(uint32), active)
         elif opcode[0] == "ldmatrix":
+            self.expect_barrier(active, text)
             # the addresses of warps that are elsewhere are arbitrary
             addresses = np.where(active, self.address(operands[1]), SHARED_BASE)
             matrices = shared.read(addresses, 16, self.block).view(uint16).reshape(-1, 4, 8, 8).astype(uint32)
@@ -618,6 +628,7 @@ class Warp:
             is_due = active[lanes] & (groups < self.committed[lanes] - still_under_way)
             due = lanes[is_due]
             self.spaces["shared"].write(targets[is_due], data[is_due], self.block[due])
+            self.has_news[due] = True
             if not is_due.all():
                 remaining.append(tuple(x[~is_due] for x in (lanes, targets, data, groups)))
         self.copies = remaining

@@ -427,6 +427,15 @@ def test_refusals_leave_the_cache_alone(message):
     assert torch.equal(arguments["v_cache"], before[1])
 
 
+def test_a_cache_that_requires_a_gradient_is_written_where_none_is_recorded():
+    call, expected = call_of(), call_of()
+    with torch.no_grad():
+        for name in ("k_cache", "v_cache"):
+            call[name] = call[name].clone().requires_grad_()
+        assert torch.equal(onepass.attention_decode(**call), onepass.attention_decode(**expected))
+        assert all(torch.equal(call[name], expected[name]) for name in ("k_cache", "v_cache"))
+
+
 def test_pages_that_are_only_read_may_be_shared():
     table = torch.tensor([[1, 2, 3, 4, 1], [1, 5, 7, 4, 5]], dtype=INT32)
     call = call_of(page_table=table, cache_seqlens=lengths(60, 20))

@@ -305,6 +305,6 @@ def test_extra_memory_is_what_the_outputs_do_not_take(monkeypatch, name):
     monkeypatch.setattr(
         memory.Oracle, "compare", lambda self, found, is_peer: compared.append(is_peer) or compare(self, found, is_peer)
     )
-    found = memory._measure(memory.contender_named(name, "cpu"), case, "cpu", True)
+    found = memory._measure(memory.contender_named(name, "cpu"), case, "cpu")
     assert (found["extra_bytes"], found["baseline_bytes"], found["method"]) == (7, 1000, "a method")
     assert (found["wrong"], compared) == ("", [name != "onepass"])

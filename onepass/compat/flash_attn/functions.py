@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +19,8 @@ from ..paged import over_pages
 # name of an argument in messages of onepass -> its name in flash-attn
 NAMES = {"window": "window_size"}
 _MAX_SEQLENS = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def attend(
@@ -57,6 +61,24 @@ def attend(
     return (*result, q.new_empty(0)) if returns_probabilities else result
 
 
+def _with_options_of(function: Callable[..., Any], after: str) -> Callable[[_Function], _Function]:
+    """Let `inspect.signature` and `help` show the arguments of a function after `after` as those of a packed form.
+
+    The packed form takes them as `*options` and `**named`. It has no block_table: keys in pages are not packed.
+    """
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)[list(parameters).index(after) + 1 :]
+    options = [parameters[name] for name in names if name != "block_table"]
+
+    def decorate(packed: _Function) -> _Function:
+        own = inspect.signature(packed).parameters.values()
+        tensors = [p for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
+        packed.__signature__ = inspect.Signature(tensors + options)  # type: ignore[attr-defined]
+        return packed
+
+    return decorate
+
+
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -93,41 +115,16 @@ def flash_attn_func(
     return attend(q, k, v, dropout_p, *options)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+@_with_options_of(flash_attn_func, after="v")
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """`flash_attn_func` with k and v in one tensor, kv: (batch, seqlen_k, 2, num_heads_kv, head_dim)."""
-    k, v = conventions.unpack("kv", kv, 2, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return flash_attn_func(q, *conventions.unpack("kv", kv, 2, 5), *options, **named)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+@_with_options_of(flash_attn_func, after="v")
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
     """`flash_attn_func` with q, k and v in one tensor, qkv: (batch, seqlen, 3, num_heads, head_dim)."""
-    q, k, v = conventions.unpack("qkv", qkv, 3, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return flash_attn_func(*conventions.unpack("qkv", qkv, 3, 5), *options, **named)
 
 
 def flash_attn_varlen_func(
@@ -194,45 +191,20 @@ def flash_attn_varlen_func(
     return attend(q, k, v, dropout_p, *options, **lengths)
 
 
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+@_with_options_of(flash_attn_varlen_func, after="v")
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """`flash_attn_varlen_func` with k and v in one tensor, kv: (total_k, 2, num_heads_kv, head_dim)."""
-    k, v = conventions.unpack("kv", kv, 2, 4)
-    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, *options)
+    return flash_attn_varlen_func(q, *conventions.unpack("kv", kv, 2, 4), *options, **named)
 
 
+@_with_options_of(flash_attn_varlen_func, after="max_seqlen_k")
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Any:
     """`flash_attn_varlen_func` with q, k and v in one tensor, qkv: (total_tokens, 3, num_heads, head_dim)."""
-    q, k, v = conventions.unpack("qkv", qkv, 3, 4)
-    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    lengths: tuple[Any, ...] = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    arguments = (*conventions.unpack("qkv", qkv, 3, 4), *lengths, *options)
     try:
-        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, *options)
+        return flash_attn_varlen_func(*arguments, **named)
     except REFUSALS as error:
         raise renamed(error, dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens") | _MAX_SEQLENS) from None

@@ -268,29 +268,13 @@ def flash_attn_combine(
     return merged(out_partial, lse_partial, out, out_dtype)
 
 
-def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> Tensor:
+@conventions.takes(
+    "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
+    "qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, "
+    "page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, "
+    "has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0"
+)
+def get_scheduler_metadata(a: Any) -> Tensor:
     """An empty int32 tensor, which `flash_attn_with_kvcache` takes: onepass needs no schedule before a call."""
-    tensors.check_tensor("cache_seqlens", cache_seqlens, "an int32 torch.Tensor")
-    return cache_seqlens.new_empty(0, dtype=torch.int32)
+    tensors.check_tensor("cache_seqlens", a.cache_seqlens, "an int32 torch.Tensor")
+    return a.cache_seqlens.new_empty(0, dtype=torch.int32)

@@ -180,33 +180,18 @@ def flash_attn_combine(
     return found, lse if return_lse else None
 
 
-def get_scheduler_metadata(
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    nheads: int,
-    nheads_kv: int,
-    headdim: int,
-    num_splits: int,
-    headdim_v: int | None = None,
-    pack_gqa: bool | None = None,
-    causal: bool = False,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqlen_k_new: int = 0,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqlen_k_per_split: int | None = None,
-    _arch: int | None = None,
-) -> SchedulerMetadataTensorsTorch:
+@conventions.takes(
+    "max_seqlen_q, max_seqlen_k, nheads, nheads_kv, headdim, num_splits, headdim_v=None, pack_gqa=None, "
+    "causal=False, window_size_left=None, window_size_right=None, seqlen_k_new=0, cu_seqlens_q=None, "
+    "cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, leftpad_k=None, "
+    "seqlen_k_per_split=None, _arch=None"
+)
+def get_scheduler_metadata(a: Any) -> SchedulerMetadataTensorsTorch:
     """Metadata without a schedule, which `flash_attn_varlen_func` takes: onepass needs no schedule before a call."""
-    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    lengths = a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k
     given = [tensors.check_tensor("cu_seqlens_q", t) for t in lengths if t is not None]
     if not given:
         raise ValueError("cu_seqlens_q: expected one of cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k, got None")
     empty = given[0].new_empty(0, dtype=torch.int32)
-    is_split = check_int("num_splits", num_splits) > 1
+    is_split = check_int("num_splits", a.num_splits) > 1
     return SchedulerMetadataTensorsTorch(num_m_blocks_ptr=empty if is_split else None, cu_total_m_blocks=empty)

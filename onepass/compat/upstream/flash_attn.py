@@ -26,11 +26,18 @@ from .. import conventions, probabilities
 from ..flash_attn.functions import NAMES
 from ..paged import over_pages
 from ..sequences import row_ranges
-from .gradients import Buffers, check_buffers, check_results, gradients, into_buffers, padded_rows, row_sums
+from .gradients import check_buffers, check_results, gradients, into_buffers, padded_rows, row_sums
 
 USE_TRITON_ROCM = False
 
 ForwardResult = tuple[Tensor, Tensor, Tensor, Tensor]
+
+_MASK = "bool causal, SymInt window_size_left, SymInt window_size_right"
+_LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_RESULTS = (
+    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    "Tensor(a6!)? dq, Tensor(a7!)? dk, Tensor(a8!)? dv"
+)
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
@@ -38,13 +45,17 @@ def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: b
     return probabilities.ONE_BLOCK
 
 
-def _options(
-    softmax_scale: Any, causal: Any, left: Any, right: Any, softcap: Any, deterministic: Any = None
-) -> dict[str, Any]:
+def _options(a: Any) -> dict[str, Any]:
     """The options of `onepass.attention`."""
-    options = conventions.options_of(softmax_scale, causal, conventions.pair_of_sides(left, right), softcap)
-    options["deterministic"] = check_flag("deterministic", deterministic, allow_none=True) or None
+    window = conventions.pair_of_sides(a.window_size_left, a.window_size_right)
+    options = conventions.options_of(a.softmax_scale, a.causal, window, a.softcap)
+    options["deterministic"] = check_flag("deterministic", getattr(a, "deterministic", None), allow_none=True) or None
     return options
+
+
+def _lengths(a: Any) -> dict[str, Any]:
+    """The lengths of `onepass.attention_varlen`."""
+    return {n: getattr(a, n) for n in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
 
 
 def _checked_dropout(dropout_p: Any, return_softmax: Any) -> tuple[float, bool]:
@@ -91,47 +102,23 @@ def _forward(
     return conventions.without_backward(function, out, *inputs), lse, probs, state
 
 
-def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> ForwardResult:
+@conventions.takes_schema(
+    f"(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, {_MASK}, float softcap, "
+    "Tensor? alibi_slopes, bool return_softmax) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def _flash_attn_forward(a: Any) -> ForwardResult:
     """The forward of `flash_attn_func`; shapes are those of `flash_attn_func`."""
-    options = _options(softmax_scale, causal, window_size_left, window_size_right, softcap)
-    modifiers = {"alibi_slopes": alibi_slopes}
-    return _forward("_flash_attn_forward", (q, k, v), {}, dropout_p, options, modifiers, return_softmax)
+    modifiers = {"alibi_slopes": a.alibi_slopes}
+    return _forward("_flash_attn_forward", (a.q, a.k, a.v), {}, a.dropout_p, _options(a), modifiers, a.return_softmax)
 
 
-def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-    num_splits: int = 0,
-) -> ForwardResult:
+@conventions.takes_schema(
+    f"(Tensor q, Tensor k, Tensor v, {_LENGTHS}, float dropout_p, float softmax_scale, bool causal, "
+    "SymInt window_size_left=-1, SymInt window_size_right=-1, float softcap=0., Tensor? alibi_slopes=None, "
+    "bool return_softmax=False, Tensor? block_table=None, Tensor? leftpad_k=None, Tensor? seqused_k=None, "
+    "bool zero_tensors=False, SymInt num_splits=0) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def _flash_attn_varlen_forward(a: Any) -> ForwardResult:
     """The forward of `flash_attn_varlen_func`; shapes are those of `flash_attn_varlen_func`.
 
     Args:
@@ -139,67 +126,54 @@ def _flash_attn_varlen_forward(
         seqused_k: (batch,) int32: only the first keys of a sequence exist; with a block_table instead of cu_seqlens_k.
         zero_tensors: has no effect: rows without a sequence are 0 in any case.
     """
-    check_flag("zero_tensors", zero_tensors, allow_none=True)
-    if check_int("num_splits", num_splits) > 1:
-        raise UnsupportedError(f"num_splits: num_splits > 1 is not supported here, expected 0 or 1, got {num_splits}")
-    options = _options(softmax_scale, causal, window_size_left, window_size_right, softcap)
-    function, inputs = "_flash_attn_varlen_forward", (q, k, v)
-    check_tensors({"q": q, "k": k, "v": v})
-    check_ranks({"q": q}, PACKED_DIMS, 3)
-    lengths = conventions.lengths_between("cu_seqlens_k", cu_seqlens_k)
-    conventions.check_per_entry("leftpad_k", leftpad_k, lengths.shape[0], q.device)
-    conventions.check_per_entry("seqused_k", seqused_k, lengths.shape[0], q.device)
-    lengths = lengths if seqused_k is None else seqused_k
-    if block_table is not None:
+    check_flag("zero_tensors", a.zero_tensors, allow_none=True)
+    if check_int("num_splits", a.num_splits) > 1:
+        raise UnsupportedError(f"num_splits: num_splits > 1 is not supported here, expected 0 or 1, got {a.num_splits}")
+    options = _options(a)
+    function, inputs, starts = "_flash_attn_varlen_forward", (a.q, a.k, a.v), a.leftpad_k
+    check_tensors(dict(zip("qkv", inputs, strict=True)))
+    check_ranks({"q": a.q}, PACKED_DIMS, 3)
+    lengths = conventions.lengths_between("cu_seqlens_k", a.cu_seqlens_k)
+    batch = lengths.shape[0]
+    conventions.check_per_entry("leftpad_k", starts, batch, a.q.device)
+    conventions.check_per_entry("seqused_k", a.seqused_k, batch, a.q.device)
+    lengths = lengths if a.seqused_k is None else a.seqused_k
+    if a.block_table is not None:
         del options["deterministic"]
-        dropout_p, return_softmax = _checked_dropout(dropout_p, return_softmax)
+        dropout_p, return_softmax = _checked_dropout(a.dropout_p, a.return_softmax)
         with torch.no_grad():
             out, lse, probs, state = over_pages(
                 *inputs,
-                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_q=a.cu_seqlens_q,
                 lengths=lengths,
-                lengths_name="cu_seqlens_k" if seqused_k is None else "seqused_k",
-                block_table=block_table,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
+                lengths_name="cu_seqlens_k" if a.seqused_k is None else "seqused_k",
+                block_table=a.block_table,
+                max_seqlen_q=a.max_seqlen_q,
+                max_seqlen_k=a.max_seqlen_k,
                 dropout_p=dropout_p,
-                alibi_slopes=alibi_slopes,
-                starts=leftpad_k,
+                alibi_slopes=a.alibi_slopes,
+                starts=starts,
                 returns_probabilities=return_softmax,
                 **options,
             )
         return conventions.without_backward(function, out, *inputs), lse, probs, state
-    packed = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "seqused_k": seqused_k,
-    }
-    modifiers = {"alibi_slopes": alibi_slopes}
-    if leftpad_k is not None:
-        check_int32("cu_seqlens_q", cu_seqlens_q, (lengths.shape[0] + 1,), "batch + 1 like cu_seqlens_k", q.device)
-        modifiers["key_ranges"] = row_ranges(q.shape[0], cu_seqlens_q, lengths, starts=leftpad_k)
-    return _forward(function, inputs, packed, dropout_p, options, modifiers, return_softmax, leftpad_k)
+    packed = _lengths(a) | {"seqused_k": a.seqused_k}
+    modifiers = {"alibi_slopes": a.alibi_slopes}
+    if starts is not None:
+        check_int32("cu_seqlens_q", a.cu_seqlens_q, (batch + 1,), "batch + 1 like cu_seqlens_k", a.q.device)
+        modifiers["key_ranges"] = row_ranges(a.q.shape[0], a.cu_seqlens_q, lengths, starts=starts)
+    return _forward(function, inputs, packed, a.dropout_p, options, modifiers, a.return_softmax, starts)
 
 
-def _backward(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    results: tuple[Tensor, Tensor, Tensor],
-    buffers: Buffers,
-    lengths: dict[str, Any],
-    dropout_p: Any,
-    options: dict[str, Any],
-    alibi_slopes: Tensor | None,
-    rng_state: Tensor | None,
-) -> None:
-    """Write dq, dk and dv of a call into the buffers. Args: results: dout, out and softmax_lse."""
-    if check_real("dropout_p", dropout_p):
-        check_tensor("rng_state", rng_state, "the state that the forward with dropout returned")
-        if rng_state is None or tuple(rng_state.shape) != (2,) or rng_state.dtype != torch.int64:
-            given = None if rng_state is None else f"{rng_state.dtype} of shape {tuple(rng_state.shape)}"
+def _backward(a: Any, lengths: dict[str, Any]) -> None:
+    """Write dq, dk and dv of a call into the given tensors."""
+    options, state = _options(a), a.rng_state
+    if check_real("dropout_p", a.dropout_p):
+        check_tensor("rng_state", state, "the state that the forward with dropout returned")
+        if state is None or tuple(state.shape) != (2,) or state.dtype != torch.int64:
+            given = None if state is None else f"{state.dtype} of shape {tuple(state.shape)}"
             raise ValueError(f"rng_state: expected int64 of shape (2,), got {given}")
-    q, k, v, alibi_slopes = conventions.detached(*inputs, alibi_slopes)
+    q, k, v, alibi_slopes = conventions.detached(a.q, a.k, a.v, a.alibi_slopes)
     try:
         call = steps.prepare(
             q,
@@ -207,90 +181,46 @@ def _backward(
             v,
             **lengths,
             **options,
-            dropout_p=dropout_p,
-            dropout_state=rng_state,
+            dropout_p=a.dropout_p,
+            dropout_state=state,
             alibi_slopes=alibi_slopes,
         )
     except REFUSALS as error:
         raise renamed(error, NAMES) from None
-    dout, out, lse = conventions.detached(*results)
+    dout, out, lse = conventions.detached(a.dout, a.out, a.softmax_lse)
+    buffers = a.dq, a.dk, a.dv
     check_results(q, v, dout, out, {"softmax_lse": lse})
     check_buffers((q, k, v), buffers)
     *found, _ = gradients(call, dout, out, lse)
     into_buffers(tuple(found), (q, k, v), buffers)
 
 
-def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> Tensor:
+@conventions.takes_schema(
+    f"({_RESULTS}, float dropout_p, float softmax_scale, {_MASK}, float softcap, Tensor? alibi_slopes, "
+    "bool deterministic, Tensor? rng_state=None) -> Tensor"
+)
+def _flash_attn_backward(a: Any) -> Tensor:
     """Write dq, dk and dv of a dense call into the given tensors.
 
     Args: rng_state: what the forward returned; needed with dropout.
     Returns: softmax_d (batch, num_heads_q, seqlen_q rounded up to 128) float32, the sums of dout * out.
     """
-    options = _options(softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
-    results = dout, out, softmax_lse
-    _backward((q, k, v), results, (dq, dk, dv), {}, dropout_p, options, alibi_slopes, rng_state)
-    return padded_rows(row_sums(dout, out), probabilities.round_up(q.shape[1]))
+    _backward(a, {})
+    return padded_rows(row_sums(a.dout, a.out), probabilities.round_up(a.q.shape[1]))
 
 
-def _flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> Tensor:
+@conventions.takes_schema(
+    f"({_RESULTS}, {_LENGTHS}, float dropout_p, float softmax_scale, {_MASK}, float softcap, Tensor? alibi_slopes, "
+    "bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) -> Tensor"
+)
+def _flash_attn_varlen_backward(a: Any) -> Tensor:
     """Write dq, dk and dv of a call of packed sequences into the given tensors.
 
     Returns: softmax_d (num_heads_q, total_q + 128 * batch) float32: the sums of dout * out, then zeros.
     """
-    check_flag("zero_tensors", zero_tensors, allow_none=True)
-    options = _options(softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
-    packed = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
-    results = dout, out, softmax_lse
-    _backward((q, k, v), results, (dq, dk, dv), packed, dropout_p, options, alibi_slopes, rng_state)
-    return padded_rows(row_sums(dout, out), q.shape[0] + 128 * (cu_seqlens_q.shape[0] - 1))
+    check_flag("zero_tensors", a.zero_tensors, allow_none=True)
+    _backward(a, _lengths(a))
+    return padded_rows(row_sums(a.dout, a.out), a.q.shape[0] + 128 * (a.cu_seqlens_q.shape[0] - 1))
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward

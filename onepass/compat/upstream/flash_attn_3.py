@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,42 +29,15 @@ _NAMES = {
 }
 
 
-def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_new: Tensor | None = None,
-    v_new: Tensor | None = None,
-    qv: Tensor | None = None,
-    out_: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    page_table: Tensor | None = None,
-    kv_batch_idx: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    seqlens_rotary: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@conventions.takes(
+    "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, "
+    "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+    "page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, "
+    "q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, "
+    "window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, "
+    "num_splits=1, pack_gqa=None, sm_margin=0"
+)
+def _flash_attn_forward(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward of all functions of flash-attn 3.
 
     Calls with a page_table, new keys, left padding or kv_batch_idx are calls over a cache, which have no backward; all
@@ -70,85 +45,62 @@ def _flash_attn_forward(
 
     Returns: out, softmax_lse, and two empty tensors in the place of partial results of splits.
     """
-    conventions.refuse(conventions.QV, qv=qv)
-    conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
-    options = conventions.options_of(
-        softmax_scale, causal, conventions.pair_of_sides(window_size_left, window_size_right), softcap
-    )
-    conventions.check_into("out_", out_, q, v)
-    descales = q_descale, k_descale, v_descale
-    of_cache = page_table, k_new, v_new, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin
+    conventions.refuse(conventions.QV, qv=a.qv)
+    conventions.check_hints(num_splits=a.num_splits, pack_gqa=a.pack_gqa, sm_margin=a.sm_margin)
+    window = conventions.pair_of_sides(a.window_size_left, a.window_size_right)
+    options = conventions.options_of(a.softmax_scale, a.causal, window, a.softcap)
+    conventions.check_into("out_", a.out_, a.q, a.v)
+    descales = a.q_descale, a.k_descale, a.v_descale
+    of_cache = a.page_table, a.k_new, a.v_new, a.kv_batch_idx, a.leftpad_k, a.rotary_cos, a.rotary_sin
     if all(t is None for t in of_cache):
-        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-        out, lse = attend(q, k, v, lengths, options, descales, attention_chunk=attention_chunk)
+        out, lse = attend(a.q, a.k, a.v, Lengths.of(a), options, descales, attention_chunk=a.attention_chunk)
     else:
-        conventions.refuse("keys in a cache are not cut by offsets", cu_seqlens_k=cu_seqlens_k)
+        conventions.refuse("keys in a cache are not cut by offsets", cu_seqlens_k=a.cu_seqlens_k)
         try:
             out, lse = over_cache(
-                q,
-                k,
-                v,
-                k_new,
-                v_new,
-                cache_seqlens=seqused_k,
-                cache_batch_idx=kv_batch_idx,
-                cache_leftpad=leftpad_k,
-                page_table=page_table,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k_new=cu_seqlens_k_new,
-                seqused_q=seqused_q,
-                max_seqlen_q=max_seqlen_q,
-                rotary=(rotary_cos, rotary_sin, seqlens_rotary, rotary_interleaved),
+                *(a.q, a.k, a.v, a.k_new, a.v_new),
+                cache_seqlens=a.seqused_k,
+                cache_batch_idx=a.kv_batch_idx,
+                cache_leftpad=a.leftpad_k,
+                page_table=a.page_table,
+                cu_seqlens_q=a.cu_seqlens_q,
+                cu_seqlens_k_new=a.cu_seqlens_k_new,
+                seqused_q=a.seqused_q,
+                max_seqlen_q=a.max_seqlen_q,
+                rotary=(a.rotary_cos, a.rotary_sin, a.seqlens_rotary, a.rotary_interleaved),
                 descales=descales,
-                attention_chunk=attention_chunk,
-                num_splits=num_splits,
+                attention_chunk=a.attention_chunk,
+                num_splits=a.num_splits,
                 options=options,
             )
         except REFUSALS as error:
             raise renamed(error, _NAMES) from None
-    out = out if out_ is None else out_.copy_(out)
+    out = out if a.out_ is None else a.out_.copy_(out)
     return out, lse, out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32)
 
 
-def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    sequed_q: Tensor | None = None,
-    sequed_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-) -> Tensor:
+@conventions.takes(
+    "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, "
+    "max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, "
+    "window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0"
+)
+def _flash_attn_backward(a: Any) -> Tensor:
     """Write dq, dk and dv into the given tensors. out and softmax_lse may belong to attention over more keys.
 
     Returns: softmax_d, the float32 sums of dout * out: (batch, num_heads_q, seqlen_q rounded up to 128), or
     (num_heads_q, total_q + 128 * batch) for packed sequences; zeros follow the sums.
     """
-    conventions.check_hints(sm_margin=sm_margin)
-    window = conventions.pair_of_sides(window_size_left, window_size_right)
-    options = conventions.options_of(softmax_scale, is_causal, window, softcap, "is_causal")
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k)
-    options["deterministic"] = check_flag("deterministic", deterministic, allow_none=True) or None
+    conventions.check_hints(sm_margin=a.sm_margin)
+    window = conventions.pair_of_sides(a.window_size_left, a.window_size_right)
+    options = conventions.options_of(a.softmax_scale, a.is_causal, window, a.softcap, "is_causal")
+    offsets = a.cu_seqlens_q, a.cu_seqlens_k
+    lengths = Lengths(*offsets, a.sequed_q, a.sequed_k, a.max_seqlen_q, a.max_seqlen_k)
+    options["deterministic"] = check_flag("deterministic", a.deterministic, allow_none=True) or None
     try:
-        backward(dout, (q, k, v), out, softmax_lse, (dq, dk, dv), lengths, options)
+        backward(a.dout, (a.q, a.k, a.v), a.out, a.softmax_lse, (a.dq, a.dk, a.dv), lengths, options)
     except REFUSALS as error:
         raise renamed(error, {"seqused_q": "sequed_q", "seqused_k": "sequed_k"}) from None
-    sums = row_sums(dout, out)
-    if cu_seqlens_q is None:
-        return padded_rows(sums, round_up(q.shape[1]))
-    return padded_rows(sums, q.shape[0] + 128 * (cu_seqlens_q.shape[0] - 1))
+    sums = row_sums(a.dout, a.out)
+    if a.cu_seqlens_q is None:
+        return padded_rows(sums, round_up(a.q.shape[1]))
+    return padded_rows(sums, a.q.shape[0] + 128 * (a.cu_seqlens_q.shape[0] - 1))

@@ -16,49 +16,17 @@ from ..sequences import Lengths
 from .gradients import backward, check_stats
 
 
-def _flash_attn_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    min_seqlen_k: int | None = None,
-    page_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    learnable_sink: Tensor | None = None,
-    tile_mn: tuple[int, int] | None = None,
-    mma_pv_is_rs: bool | None = None,
-    intra_wg_overlap: bool | None = None,
-    num_threads: int = 384,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    _arch: int | None = None,
-    score_mod: Any = None,
-    mask_mod: Any = None,
-    block_sparse_tensors: Any = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    aux_tensors: list[Tensor] | None = None,
-    aux_scalars: tuple | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None,
-    scheduler_metadata: Any = None,
-    seqlen_k_per_split: int | None = None,
-    disable_scheduler_metadata: bool = False,
-    gather_bwd_recompute_p: bool = False,
-) -> tuple[Tensor, Tensor | None, None, None, None]:
+@conventions.takes(
+    "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, "
+    "max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, "
+    "window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, "
+    "intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, score_mod=None, "
+    "mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None, "
+    "aux_scalars=None, q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None, "
+    "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, "
+    "gather_bwd_recompute_p=False"
+)
+def _flash_attn_fwd(a: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
     """The forward of all functions of flash-attn 4.
 
     Args:
@@ -68,90 +36,49 @@ def _flash_attn_fwd(
 
     Returns: out; lse, or None where it is not asked for and no gradient is recorded; None three times.
     """
-    conventions.refuse(conventions.QV, qv=qv)
-    conventions.refuse(GATHER, gather_kv_indices=gather_kv_indices)
-    refuse_foreign(score_mod=score_mod, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors)
-    conventions.check_hints(num_splits=num_splits, pack_gqa=pack_gqa)
-    window = conventions.pair_of_sides(window_size_left, window_size_right)
-    options = options_of(softmax_scale, causal, window, softcap, learnable_sink)
-    conventions.check_into("out", out, q, v)
-    if lse is not None:
-        check_stats(q, {"lse": lse})
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    found, found_lse = forward(
-        q,
-        k,
-        v,
-        lengths,
-        options,
-        page_table=page_table,
-        descales=(q_descale, k_descale, v_descale),
-        num_splits=num_splits,
-    )
-    found = found if out is None else out.copy_(found)
-    found_lse = found_lse if lse is None else lse.copy_(found_lse)
-    wants_lse = lse is not None or returns_lse(return_lse, q, k, v, learnable_sink)
+    conventions.refuse(conventions.QV, qv=a.qv)
+    conventions.refuse(GATHER, gather_kv_indices=a.gather_kv_indices)
+    refuse_foreign(score_mod=a.score_mod, mask_mod=a.mask_mod, block_sparse_tensors=a.block_sparse_tensors)
+    conventions.check_hints(num_splits=a.num_splits, pack_gqa=a.pack_gqa)
+    window = conventions.pair_of_sides(a.window_size_left, a.window_size_right)
+    options = options_of(a.softmax_scale, a.causal, window, a.softcap, a.learnable_sink)
+    conventions.check_into("out", a.out, a.q, a.v)
+    if a.lse is not None:
+        check_stats(a.q, {"lse": a.lse})
+    descales = a.q_descale, a.k_descale, a.v_descale
+    more: dict[str, Any] = {"page_table": a.page_table, "descales": descales, "num_splits": a.num_splits}
+    found, found_lse = forward(a.q, a.k, a.v, Lengths.of(a), options, **more)
+    found = found if a.out is None else a.out.copy_(found)
+    found_lse = found_lse if a.lse is None else a.lse.copy_(found_lse)
+    wants_lse = a.lse is not None or returns_lse(a.return_lse, a.q, a.k, a.v, a.learnable_sink)
     return found, found_lse if wants_lse else None, None, None, None
 
 
-def _flash_attn_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    softcap: float = 0.0,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    m_block_size: int = 64,
-    n_block_size: int = 128,
-    num_threads: int = 256,
-    pack_gqa: bool = False,
-    num_stages_Q: int = 2,
-    num_stages_dO: int = 2,
-    SdP_swapAB: bool = False,
-    dKV_swapAB: bool = False,
-    dQ_swapAB: bool = False,
-    AtomLayoutMSdP: int = 2,
-    AtomLayoutNdKV: int = 2,
-    AtomLayoutMdQ: int = 2,
-    V_in_regs: bool = False,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    deterministic: bool = False,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    score_mod: Any = None,
-    score_mod_bwd: Any = None,
-    mask_mod: Any = None,
-    aux_tensors: list[Tensor] | None = None,
-    aux_scalars: tuple | None = None,
-    block_sparse_tensors: Any = None,
-    dlse: Tensor | None = None,
-    learnable_sink: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+@conventions.takes(
+    "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None, "
+    "window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2, "
+    "num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, "
+    "AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+    "max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None, "
+    "score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None, "
+    "learnable_sink=None"
+)
+def _flash_attn_bwd(a: Any) -> tuple[Tensor, ...]:
     """dq, dk and dv, in the given tensors if there are any, and with a learnable_sink its gradient.
 
     Args:
         out, lse: may belong to attention over more keys than the call has. dlse: the gradient of lse, or None.
         Arguments between window_size_right and cu_seqlens_q say how to compute, and have no effect.
     """
-    foreign = {"score_mod": score_mod, "score_mod_bwd": score_mod_bwd, "mask_mod": mask_mod}
-    refuse_foreign(**foreign, block_sparse_tensors=block_sparse_tensors)
-    window = conventions.pair_of_sides(window_size_left, window_size_right)
-    options = options_of(softmax_scale, causal, window, softcap, learnable_sink)
-    options["deterministic"] = check_flag("deterministic", deterministic, allow_none=True) or None
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    gradients, dsink = backward(dout, (q, k, v), out, lse, (dq, dk, dv), lengths, options, dlse, "lse")
-    return gradients if learnable_sink is None else (*gradients, dsink)
+    foreign = {"score_mod": a.score_mod, "score_mod_bwd": a.score_mod_bwd, "mask_mod": a.mask_mod}
+    refuse_foreign(**foreign, block_sparse_tensors=a.block_sparse_tensors)
+    window = conventions.pair_of_sides(a.window_size_left, a.window_size_right)
+    options = options_of(a.softmax_scale, a.causal, window, a.softcap, a.learnable_sink)
+    options["deterministic"] = check_flag("deterministic", a.deterministic, allow_none=True) or None
+    buffers = a.dq, a.dk, a.dv
+    found = backward(a.dout, (a.q, a.k, a.v), a.out, a.lse, buffers, Lengths.of(a), options, a.dlse, "lse")
+    gradients, dsink = found
+    return gradients if a.learnable_sink is None else (*gradients, dsink)
 
 
 def _flash_attn_bwd_sparse_mla(*args: Any, **kwargs: Any) -> None:

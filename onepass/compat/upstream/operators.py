@@ -82,8 +82,7 @@ def define_flash_attn() -> torch.library.Library | None:
     library = torch.library.Library("flash_attn", "FRAGMENT")
     for name in _OF_FLASH_ATTN:
         function = getattr(flash_attn, name)
-        mutated = ("dq", "dk", "dv") if name.endswith("backward") else ()
-        library.define(name + torch.library.infer_schema(function, mutates_args=mutated))
+        library.define(name + function.schema)
         library.impl(name, function, "CompositeExplicitAutograd")
     return library
 

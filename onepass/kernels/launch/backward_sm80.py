@@ -42,7 +42,7 @@ def backward(
 ) -> tuple[Any, ...]:
     """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them; with modifiers as `gradients` does.
 
-    Tensors are read where they lie, or copied first, as in `launch.forward`.
+    Tensors are read where they lie, or copied first, as in `forward_sm80.forward`.
     """
     return prepare(problem, inputs.q.device, dlse is not None, config)(inputs, out, lse, dout, dlse)
 

@@ -56,7 +56,7 @@ def backward(
 ) -> tuple[Any, ...]:
     """dq, dk, dv and dsinks of a call, as `onepass.tiled.backward` gives them; with modifiers as `gradients` does.
 
-    Tensors that TMA cannot read where they lie (see `launch.forward`) are copied first.
+    Tensors that TMA cannot read where they lie (see `forward_sm90.forward`) are copied first.
     """
     return prepare(problem, inputs.q.device, dlse is not None, config)(inputs, out, lse, dout, dlse)
 

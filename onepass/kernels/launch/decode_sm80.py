@@ -1,5 +1,7 @@
-"""`attention_decode` on the Ampere kernels: decode.py for few rows, forward.py for more. What happens before and after:
-../decode_launch.py."""
+"""`attention_decode` on the Ampere kernels: few_rows.py for few rows, kernel.py for more (device/sm80/forward).
+
+decode.py has what happens before and after.
+"""
 
 from __future__ import annotations
 

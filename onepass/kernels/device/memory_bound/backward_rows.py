@@ -278,6 +278,6 @@ class Postprocess(RowsKernel):
         for i in cutlass.range(16, unroll=1):
             if repair_gradients.has_nan(ballots, i):
                 query = block_rows.position + first_row + i
-                scales = (again.scores.scales, softmax_scale)
+                factors = (again.scores.factors, softmax_scale)
                 more = (self.vector_bytes, modifiers, place)
-                repair_gradients.recompute_dq(dq, query, *rows, geometry, *scales, *more)
+                repair_gradients.recompute_dq(dq, query, *rows, geometry, *factors, *more)

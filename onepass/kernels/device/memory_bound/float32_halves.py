@@ -30,7 +30,7 @@ from ....quantization.codec import SCALE_BLOCK
 from ...arguments import Float32HalvesArguments
 from ...config import head_dim_tile
 from ..blocks.memory.layouts import as_batch_of_one
-from ..blocks.memory.ptx import bits, pack_pair, unpack_pair
+from ..blocks.memory.ptx import bits, emit, pack_pair, unpack_pair
 from ..entry import takes
 from .quantize_block import larger_magnitude, largest_of_block, row_block
 
@@ -188,10 +188,10 @@ def is_lost(magnitude: Float32, limit: Float32) -> Boolean:
 @cute.jit
 def any_of_block(condition: Boolean) -> Boolean:
     """Whether the condition holds in any thread of the thread block; all threads wait for each other."""
-    found = cute.arch.inline_ptx(
+    found = emit(
         "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.or.pred q, 0, p; selp.s32 {$w0}, 1, 0, q; }",
-        write_only_types=[Int32],
-        read_only_args=[Int32(condition)],
+        [Int32(condition)],
+        [Int32],
     )
     return found != 0
 

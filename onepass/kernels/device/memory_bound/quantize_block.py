@@ -11,7 +11,7 @@ from cutlass import Float32, Int32
 from ....geometry.integers import minimum, select
 from ....geometry.tile_scheduler import LANES
 from ....quantization.codec import E4M3_MAX, SCALE_BLOCK, SCALE_OF_ZEROS, TINY
-from ..blocks.memory.ptx import pack_four
+from ..blocks.memory.ptx import emit, pack_four
 
 
 class Tile(NamedTuple):
@@ -79,18 +79,12 @@ def mean_of(mean: cute.Tensor, rows: RowBlock, head: Int32) -> cute.Tensor:
 
 def larger_magnitude(largest: Float32, x: Float32) -> Float32:
     """max(largest, |x|); NaN counts for nothing."""
-    return cute.arch.inline_ptx(
-        "{ .reg .f32 a; abs.f32 a, {$r1}; max.f32 {$w0}, {$r0}, a; }",
-        write_only_types=[Float32],
-        read_only_args=[largest, x],
-    )
+    return emit("{ .reg .f32 a; abs.f32 a, {$r1}; max.f32 {$w0}, {$r0}, a; }", [largest, x], [Float32])
 
 
 def nan_if_infinite(x: Float32) -> Float32:
     """x, or NaN for an infinity, which e4m3 does not have: 0 * inf is NaN, and 0 * x + x is x."""
-    return cute.arch.inline_ptx(
-        "fma.rn.f32 {$w0}, {$r0}, 0f00000000, {$r0};", write_only_types=[Float32], read_only_args=[x]
-    )
+    return emit("fma.rn.f32 {$w0}, {$r0}, 0f00000000, {$r0};", [x], [Float32])
 
 
 @cute.jit
@@ -140,5 +134,5 @@ def scale_and_inverse(largest: Float32) -> tuple:
     """The scale that maps `largest` to 448, and its inverse, the factor of values; see quantization/codec.py."""
     scale = select(largest > 0.0, largest * Float32(1.0 / E4M3_MAX), Float32(SCALE_OF_ZEROS))
     scale = cute.arch.fmax(scale, Float32(TINY))
-    inverse = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[scale])
+    inverse = emit("rcp.rn.f32 {$w0}, {$r0};", [scale], [Float32])
     return scale, inverse

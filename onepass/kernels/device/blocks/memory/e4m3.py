@@ -21,7 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32
 
-from .ptx import bits
+from .ptx import bits, emit
 
 _UNPACK = "mov.b32 {low, high}, word; cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high;"
 
@@ -29,55 +29,51 @@ _UNPACK = "mov.b32 {low, high}, word; cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16
 @cute.jit
 def neighbors_as_fp16(word: Int32) -> tuple:
     """Four e4m3 in a register as fp16 in two: bytes 0 and 1, bytes 2 and 3."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 word; .reg .b16 low, high; mov.b32 word, {$r0}; " + _UNPACK + " }",
-        write_only_types=[Int32, Int32],
-        read_only_args=[word],
-    )
+    return emit("{ .reg .b32 word; .reg .b16 low, high; mov.b32 word, {$r0}; " + _UNPACK + " }", [word], [Int32, Int32])
 
 
 @cute.jit
 def neighbors_as_bf16(word: Int32) -> tuple:
     """Four e4m3 in a register as bf16 in two: bytes 0 and 1, bytes 2 and 3. Each e4m3 number is a bf16 number, too."""
-    return cute.arch.inline_ptx(
+    return emit(
         "{ .reg .b16 low, high, a, b; .reg .b32 first, second; .reg .f32 x, y; mov.b32 {low, high}, {$r0};"
         " cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high;"
         " mov.b32 {a, b}, first; cvt.f32.f16 x, a; cvt.f32.f16 y, b; cvt.rn.bf16x2.f32 {$w0}, y, x;"
         " mov.b32 {a, b}, second; cvt.f32.f16 x, a; cvt.f32.f16 y, b; cvt.rn.bf16x2.f32 {$w1}, y, x; }",
-        write_only_types=[Int32, Int32],
-        read_only_args=[word],
+        [word],
+        [Int32, Int32],
     )
 
 
 @cute.jit
 def evens_and_odds_as_fp16(word: Int32) -> tuple:
     """Four e4m3 in a register as fp16 in two: bytes 0 and 2, bytes 1 and 3."""
-    return cute.arch.inline_ptx(
+    return emit(
         "{ .reg .b32 word; .reg .b16 low, high; prmt.b32 word, {$r0}, 0, 0x3120; " + _UNPACK + " }",
-        write_only_types=[Int32, Int32],
-        read_only_args=[word],
+        [word],
+        [Int32, Int32],
     )
 
 
 @cute.jit
 def pair_as_floats(pair: Int32) -> tuple:
     """The two e4m3 in the low 16 bits, as float32."""
-    return cute.arch.inline_ptx(
+    return emit(
         "{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, {$r0}; cvt.rn.f16x2.e4m3x2 both, low;"
         " mov.b32 {low, high}, both; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
-        write_only_types=[Float32, Float32],
-        read_only_args=[pair],
+        [pair],
+        [Float32, Float32],
     )
 
 
 @cute.jit
 def pack_two(low: Float32, high: Float32) -> Int16:
     """Two floats rounded to e4m3, in 16 bits. Magnitudes above 448 become 448; NaN stays NaN."""
-    word = cute.arch.inline_ptx(
+    word = emit(
         "{ .reg .b16 pair, zero; mov.b16 zero, 0; cvt.rn.satfinite.e4m3x2.f32 pair, {$r1}, {$r0};"
         " mov.b32 {$w0}, {pair, zero}; }",
-        write_only_types=[Int32],
-        read_only_args=[low, high],
+        [low, high],
+        [Int32],
     )
     return word.to(Int16)
 
@@ -100,4 +96,4 @@ def factors_of_row(largest: Float32) -> tuple:
 
 
 def _float(x: Int32) -> Float32:
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+    return emit("mov.b32 {$w0}, {$r0};", [x], [Float32])

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 
 
+def emit(instructions: str, reads: list, writes: Sequence[type] = ()):
+    """PTX instructions, in which {$r0}, .. are the values that they read.
+
+    Returns: the values of the types `writes`, which are {$w0}, ..: a tuple where there are several.
+    """
+    return cute.arch.inline_ptx(instructions, write_only_types=list(writes), read_only_args=reads)
+
+
 @cute.jit
 def pack_pair(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Int32:
     """Two floats rounded to nearest into one 32-bit register of two bf16 or fp16."""
     name = "bf16" if cutlass.const_expr(dtype is cutlass.BFloat16) else "f16"
-    return cute.arch.inline_ptx(
-        f"cvt.rn.{name}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Int32], read_only_args=[low, high]
-    )
+    return emit(f"cvt.rn.{name}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};", [low, high], [Int32])
 
 
 @cute.jit
@@ -27,48 +33,41 @@ def unpack_pair(word: Int32, dtype: cutlass.Constexpr) -> tuple:
         instructions = (
             "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
         )
-    return cute.arch.inline_ptx(instructions, write_only_types=[Float32, Float32], read_only_args=[word])
+    return emit(instructions, [word], [Float32, Float32])
 
 
 @cute.jit
 def add_to_global(target: cute.Pointer, values: list):
     """target[0:4] += values, 16 bytes at once, without waiting for a result. Needs Hopper or newer."""
-    cute.arch.inline_ptx(
-        "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
-        read_only_args=[target.toint(), *values],
-    )
+    emit("red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", [target.toint(), *values])
 
 
 @cute.jit
 def add_one_to_global(target: cute.Pointer, value: Float32):
     """`add_to_global` of one value, which GPUs before Hopper can do as well."""
-    cute.arch.inline_ptx("red.global.add.f32 [{$r0}], {$r1};", read_only_args=[target.toint(), value])
+    emit("red.global.add.f32 [{$r0}], {$r1};", [target.toint(), value])
 
 
 def load_past_l1(source: cute.Pointer) -> tuple:
     """The four float32 at source, read as 16 bytes from L2, where additions have left them."""
-    return cute.arch.inline_ptx(
-        "ld.relaxed.gpu.global.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-        write_only_types=[Float32] * 4,
-        read_only_args=[source.toint()],
+    return emit(
+        "ld.relaxed.gpu.global.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];", [source.toint()], [Float32] * 4
     )
 
 
 def look_at(flag: cute.Pointer) -> Int32:
     """The current value of an int32 in global memory; what it says about other memory holds after a
     `fence_acq_rel_gpu`."""
-    return cute.arch.inline_ptx(
-        "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[flag.toint()]
-    )
+    return emit("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", [flag.toint()], [Int32])
 
 
 def is_phase_over(barrier: cute.Pointer, parity: Int32) -> Int32:
     """Whether the phase of this parity of an mbarrier is complete, without waiting for it: 1 or 0."""
-    return cute.arch.inline_ptx(
+    return emit(
         "{ .reg .pred over; mbarrier.test_wait.parity.shared::cta.b64 over, [{$r0}], {$r1};"
         " selp.b32 {$w0}, 1, 0, over; }",
-        write_only_types=[Int32],
-        read_only_args=[Int32(barrier.toint()), parity],
+        [Int32(barrier.toint()), parity],
+        [Int32],
     )
 
 
@@ -80,12 +79,12 @@ def wait_until_equal(flag: cute.Pointer, value: Int32, seen: Int32):
 
     Args: seen: what the int32 was when the lanes looked at it before.
     """
-    cute.arch.inline_ptx(
+    emit(
         "{ .reg .pred differs; .reg .b32 seen; mov.b32 seen, {$r2}; bra.uni check;"
         " again: ld.acquire.gpu.global.b32 seen, [{$r0}];"
         " check: setp.ne.s32 differs, seen, {$r1}; vote.sync.any.pred differs, differs, 0xffffffff;"
         " @differs bra again; }",
-        read_only_args=[flag.toint(), value, seen],
+        [flag.toint(), value, seen],
     )
 
 
@@ -95,9 +94,9 @@ def copy_bulk(target: Int32, source: cute.Pointer, num_bytes: Int32 | int, barri
 
     16 divides the addresses and the number.
     """
-    cute.arch.inline_ptx(
+    emit(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[target, source.toint(), Int32(num_bytes), Int32(barrier.toint())],
+        [target, source.toint(), Int32(num_bytes), Int32(barrier.toint())],
     )
 
 
@@ -108,19 +107,19 @@ def copy_bulk(target: Int32, source: cute.Pointer, num_bytes: Int32 | int, barri
 @cute.jit
 def arrive_at(barrier: cute.Pointer, rank: Int32 | int):
     """One arrival at the barrier that lies at this address in a thread block of the cluster."""
-    cute.arch.inline_ptx(
+    emit(
         "{ .reg .b32 b; mapa.shared::cluster.u32 b, {$r0}, {$r1}; mbarrier.arrive.shared::cluster.b64 _, [b]; }",
-        read_only_args=[Int32(barrier.toint()), Int32(rank)],
+        [Int32(barrier.toint()), Int32(rank)],
     )
 
 
 @cute.jit
 def arrive_at_first(barrier: cute.Pointer, count: cutlass.Constexpr[int], lane: Int32):
     """One arrival at the barrier of each of the first `count` thread blocks of the cluster. For a whole warp."""
-    cute.arch.inline_ptx(
+    emit(
         f"{{ .reg .b32 b; .reg .pred p; setp.lt.s32 p, {{$r1}}, {count};"
         " @p mapa.shared::cluster.u32 b, {$r0}, {$r1}; @p mbarrier.arrive.shared::cluster.b64 _, [b]; }",
-        read_only_args=[Int32(barrier.toint()), lane],
+        [Int32(barrier.toint()), lane],
     )
 
 
@@ -132,10 +131,10 @@ def copy_to_peer(target: Int32, source: Int32, num_bytes: Int32 | int, barrier: 
         target, barrier: addresses in this thread block of what lies in the other one.
         rank: the other one's in the cluster.
     """
-    cute.arch.inline_ptx(
+    emit(
         "{ .reg .b32 t, b; mapa.shared::cluster.u32 t, {$r0}, {$r4}; mapa.shared::cluster.u32 b, {$r3}, {$r4};"
         " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [t], [{$r1}], {$r2}, [b]; }",
-        read_only_args=[target, source, Int32(num_bytes), Int32(barrier.toint()), rank],
+        [target, source, Int32(num_bytes), Int32(barrier.toint()), rank],
     )
 
 
@@ -145,43 +144,39 @@ def send_word(target: cute.Pointer, value: Int32, barrier: cute.Pointer, rank: I
 
     Args: target, barrier: where these lie in that thread block. The barrier has one arrival, which is this one.
     """
-    cute.arch.inline_ptx(
+    emit(
         "{ .reg .b32 t, b; mapa.shared::cluster.u32 t, {$r0}, {$r3}; mapa.shared::cluster.u32 b, {$r2}, {$r3};"
         " mbarrier.arrive.expect_tx.shared::cluster.b64 _, [b], 4;"
         " st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [t], {$r1}, [b]; }",
-        read_only_args=[Int32(target.toint()), value, Int32(barrier.toint()), Int32(rank)],
+        [Int32(target.toint()), value, Int32(barrier.toint()), Int32(rank)],
     )
 
 
 def wait_while_zero(flag: cute.Pointer) -> Int32:
     """Wait until an int32 in global memory is not 0. For a whole warp. Returns: its value."""
-    return cute.arch.inline_ptx(
+    return emit(
         "{ .reg .pred zero; again: ld.acquire.gpu.global.b32 {$w0}, [{$r0}];"
         " setp.eq.s32 zero, {$w0}, 0; vote.sync.any.pred zero, zero, 0xffffffff;"
         " @!zero bra done; nanosleep.u32 200; bra again; done: }",
-        write_only_types=[Int32],
-        read_only_args=[flag.toint()],
+        [flag.toint()],
+        [Int32],
     )
 
 
 def publish(target: cute.Pointer, value: Int32):
     """target[0] = value in global memory; who sees it sees what this thread has done and seen so far."""
-    cute.arch.inline_ptx("st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[target.toint(), value])
+    emit("st.release.gpu.global.b32 [{$r0}], {$r1};", [target.toint(), value])
 
 
 def draw(counter: cute.Pointer) -> Int32:
     """Add one to an int32 in global memory. Returns: its value before."""
-    return cute.arch.inline_ptx(
-        "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;",
-        write_only_types=[Int32],
-        read_only_args=[counter.toint()],
-    )
+    return emit("atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;", [counter.toint()], [Int32])
 
 
 @cute.jit
 def increment(flag: cute.Pointer):
     """flag += 1 in global memory. With a `fence_acq_rel_gpu` before it, others see what this thread has done so far."""
-    cute.arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[flag.toint()])
+    emit("red.relaxed.gpu.global.add.s32 [{$r0}], 1;", [flag.toint()])
 
 
 def load_transposed(address: Int32) -> tuple:
@@ -189,10 +184,10 @@ def load_transposed(address: Int32) -> tuple:
 
     Lane 8 m + i names row i of matrix m; lane 4 c + q gets column c of rows 2q and 2q + 1 of each matrix.
     """
-    return cute.arch.inline_ptx(
+    return emit(
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[address],
+        [address],
+        [Int32] * 4,
     )
 
 
@@ -201,40 +196,27 @@ def store_matrices(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
 
     Lane 8 m + i names row i of matrix m; lanes 4 i to 4 i + 3 have the words of that row.
     """
-    cute.arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
-        read_only_args=[address, a, b, c, d],
-    )
+    emit("stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", [address, a, b, c, d])
 
 
 def load_words(address: Int32) -> tuple:
     """Four words from shared memory, from an address that 16 divides."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[address],
-    )
+    return emit("ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];", [address], [Int32] * 4)
 
 
 def store_words(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
     """Store four words to shared memory, at an address that 16 divides."""
-    cute.arch.inline_ptx(
-        "st.shared.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", read_only_args=[address, a, b, c, d]
-    )
+    emit("st.shared.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", [address, a, b, c, d])
 
 
 def permute_bytes(a: Int32, b: Int32, selector: Int32) -> Int32:
     """Four of the bytes of a (0 to 3) and b (4 to 7), chosen by the lowest four 4-bit digits of the selector."""
-    return cute.arch.inline_ptx(
-        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, selector]
-    )
+    return emit("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [a, b, selector], [Int32])
 
 
 def logical(a: Int32, b: Int32, c: Int32, table: int) -> Int32:
     """A logical function of the bits of three words. Args: table: its value for 0xF0, 0xCC and 0xAA."""
-    return cute.arch.inline_ptx(
-        f"lop3.b32 {{$w0}}, {{$r0}}, {{$r1}}, {{$r2}}, {table};", write_only_types=[Int32], read_only_args=[a, b, c]
-    )
+    return emit(f"lop3.b32 {{$w0}}, {{$r0}}, {{$r1}}, {{$r2}}, {table};", [a, b, c], [Int32])
 
 
 def replicate_signs(word: Int32, first: int, second: int) -> Int32:
@@ -273,22 +255,22 @@ def pack_four(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
 
     Magnitudes above 448 become 448; NaN stays NaN.
     """
-    return cute.arch.inline_ptx(
+    return emit(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};"
         " cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
-        write_only_types=[Int32],
-        read_only_args=[a, b, c, d],
+        [a, b, c, d],
+        [Int32],
     )
 
 
 @cute.jit
 def pack_two_pairs(ab: Int32, cd: Int32) -> Int32:
     """Two pairs of float16 rounded to e4m3 in one 32-bit register, the first one in its lower half; see `pack_four`."""
-    return cute.arch.inline_ptx(
+    return emit(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f16x2 low, {$r0};"
         " cvt.rn.satfinite.e4m3x2.f16x2 high, {$r1}; mov.b32 {$w0}, {low, high}; }",
-        write_only_types=[Int32],
-        read_only_args=[ab, cd],
+        [ab, cd],
+        [Int32],
     )
 
 
@@ -297,39 +279,33 @@ def round_to_integers(a: Float32, b: Float32) -> Int32:
 
     Up to 2048 that is what the bits of a float16 are. Above, they only order like the numbers. NaN becomes 0x7fff.
     """
-    return cute.arch.inline_ptx(
-        "cvt.rn.relu.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[a, b]
-    )
+    return emit("cvt.rn.relu.f16x2.f32 {$w0}, {$r1}, {$r0};", [a, b], [Int32])
 
 
 def shift_left(x: Int32, bits: int) -> Int32:
-    return cute.arch.inline_ptx(f"shl.b32 {{$w0}}, {{$r0}}, {bits};", write_only_types=[Int32], read_only_args=[x])
+    return emit(f"shl.b32 {{$w0}}, {{$r0}}, {bits};", [x], [Int32])
 
 
 def add_pairs(a: Int32, b: Int32) -> Int32:
     """The sums of two pairs of float16."""
-    return cute.arch.inline_ptx("add.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+    return emit("add.rn.f16x2 {$w0}, {$r0}, {$r1};", [a, b], [Int32])
 
 
 def sum_of_pair(a: Int32) -> Float32:
-    low, high = cute.arch.inline_ptx(
-        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
-        write_only_types=[Float32, Float32],
-        read_only_args=[a],
-    )
+    low, high = unpack_pair(a, cutlass.Float16)
     return low + high
 
 
 @cute.jit
 def transpose_bytes(a: Int32, b: Int32, c: Int32, d: Int32) -> tuple:
     """Transpose 4 x 4 bytes: register i of the result has byte i of a, b, c, d, from its lowest byte on."""
-    return cute.arch.inline_ptx(
+    return emit(
         "{ .reg .b32 ab, cd, AB, CD; prmt.b32 ab, {$r0}, {$r1}, 0x5140; prmt.b32 cd, {$r2}, {$r3}, 0x5140;"
         " prmt.b32 AB, {$r0}, {$r1}, 0x7362; prmt.b32 CD, {$r2}, {$r3}, 0x7362;"
         " prmt.b32 {$w0}, ab, cd, 0x5410; prmt.b32 {$w1}, ab, cd, 0x7632;"
         " prmt.b32 {$w2}, AB, CD, 0x5410; prmt.b32 {$w3}, AB, CD, 0x7632; }",
-        write_only_types=[Int32] * 4,
-        read_only_args=[a, b, c, d],
+        [a, b, c, d],
+        [Int32] * 4,
     )
 
 
@@ -337,18 +313,18 @@ def transpose_bytes(a: Int32, b: Int32, c: Int32, d: Int32) -> tuple:
 def multiply_16x16(a: list, low: Int32, high: Int32, dtype: cutlass.Constexpr) -> tuple:
     """mma m16n8k16 of bf16 or fp16 that starts from 0: four registers of A (16, 16), two of B (16, 8) -> four sums."""
     name = "bf16" if cutlass.const_expr(dtype is cutlass.BFloat16) else "f16"
-    return cute.arch.inline_ptx(
+    return emit(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }},"
         " { {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, { {$r6}, {$r6}, {$r6}, {$r6} };",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, low, high, Float32(0.0)],
+        [*a, low, high, Float32(0.0)],
+        [Float32] * 4,
     )
 
 
 @cute.jit
 def quotient(a: Float32, b: Float32) -> Float32:
     """a / b, rounded to nearest."""
-    return cute.arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+    return emit("div.rn.f32 {$w0}, {$r0}, {$r1};", [a, b], [Float32])
 
 
 @cute.jit
@@ -361,14 +337,12 @@ def order_after_words(words: cute.Tensor):
     either = words[0]
     for i in cutlass.range_constexpr(1, cute.size(words)):
         either = either | words[i]
-    cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.lt.s32 p, {$r0}, 0; @p st.volatile.shared.b32 [{$r0}], {$r0}; }", read_only_args=[either]
-    )
+    emit("{ .reg .pred p; setp.lt.s32 p, {$r0}, 0; @p st.volatile.shared.b32 [{$r0}], {$r0}; }", [either])
 
 
 def add_here(a: Float32, b: Float32) -> Float32:
     """a + b, computed before any instruction with a side effect that follows in the program."""
-    return cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+    return emit("add.f32 {$w0}, {$r0}, {$r1};", [a, b], [Float32])
 
 
 @cute.jit
@@ -380,12 +354,12 @@ def exit_if(condition: Boolean):
 def copy_of(x: Int32 | Int64) -> Int32 | Int64:
     """x, from which the compiler computes anew what it would otherwise compute once, and keep in registers."""
     move = f"mov.b{type(x).width} {{$w0}}, {{$r0}};"
-    return cute.arch.inline_ptx(move, write_only_types=[type(x)], read_only_args=[x])
+    return emit(move, [x], [type(x)])
 
 
 def bits(x: Float32) -> Int32:
     """The bits of a float32 as an integer."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+    return emit("mov.b32 {$w0}, {$r0};", [x], [Int32])
 
 
 @cute.jit

@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .....geometry import tile_scheduler
-from ..memory.ptx import arrive_at, send_word
+from ..memory.ptx import arrive_at, emit, send_word
 from ..memory.untraced import Untraced
 
 DRAW_AHEAD = 2  # key blocks: a draw takes about 1 us, a block of keys at least as long
@@ -120,8 +120,8 @@ class TileQueue(Untraced):
 
     @cute.jit
     def _draw(self) -> Int32:
-        return cute.arch.inline_ptx(
+        return emit(
             "atom.relaxed.gpu.global.inc.u32 {$w0}, [{$r0}], {$r1};",
-            write_only_types=[Int32],
-            read_only_args=[self.counter.iterator.toint(), self.num_tiles - 1],
+            [self.counter.iterator.toint(), self.num_tiles - 1],
+            [Int32],
         )
