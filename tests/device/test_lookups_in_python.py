@@ -491,6 +491,41 @@ def test_boxes_of_dq_go_where_they_belong(device, monkeypatch, tile_m, head_dim,
     assert stored == [((16, width), row, column, 3, 5) for row, column in expected]
 
 
+@pytest.mark.parametrize("nan", [None, (3, 21), (12, 4)])
+@pytest.mark.parametrize("width", [16, 32])
+def test_sums_become_a_box_of_dq_in_their_place(device, monkeypatch, width, nan):
+    """[8 columns][lane][row / 8][column % 2] -> 16 rows, by matrices of 8 rows and columns, whose rows lanes name."""
+    box, stored, named = np.arange(1.0, 16 * width + 1).reshape(16, width), {}, {}
+    if nan is not None:
+        box[nan[0], nan[1] % width] = math.nan
+    # (row / 8, row % 8, 8 columns, column / 2, column % 2)
+    memory = box.reshape(2, 8, width // 8, 4, 2).transpose(2, 1, 3, 0, 4).flatten()
+    background, cute = device.background, device.background.cute
+    monkeypatch.setattr(background, "LANES", 32)
+    monkeypatch.setattr(background, "copy_of", lambda number: number)
+    monkeypatch.setattr(background, "pack_pair", lambda a, b, dtype: (a, b))
+    monkeypatch.setattr(
+        background, "store_matrices", lambda row, *words: named[device.lane.number].append((row, words))
+    )
+    monkeypatch.setattr(device.arch, "sync_warp", lambda: None, raising=False)
+    monkeypatch.setattr(cute, "AddressSpace", SimpleNamespace(smem=None), raising=False)
+    monkeypatch.setattr(cute, "make_layout", lambda _: None, raising=False)
+    monkeypatch.setattr(cute, "make_ptr", lambda kind, address, *_, **__: (address - 4096) // 4, raising=False)
+    monkeypatch.setattr(cute, "make_tensor", lambda first, _: Values(memory[first : first + 4]), raising=False)
+    rows = object.__new__(background.BackgroundRows)
+    rows.kernel, rows.softmax_scale = SimpleNamespace(dq_columns=width, hides_pairs=True, dtype=None), 0.5
+    found = []
+    for lane in range(32):
+        device.lane.number, named[lane] = lane, []
+        found.append(background.BackgroundRows._convert_box.__wrapped__(rows, 4096))
+    for step, lane, matrix in itertools.product(range(width // 16), range(32), range(4)):
+        address, _ = named[8 * matrix + lane // 4][step]
+        for c, value in enumerate(named[lane][step][1][matrix]):
+            stored[(address - 4096) // 2 + 2 * (lane % 4) + c] = value
+    np.testing.assert_equal([stored[i] for i in range(16 * width)], 0.5 * box.flatten())
+    assert sum(found) == (nan is not None)
+
+
 @pytest.mark.parametrize(
     ("tile_m", "head_dim", "by_gradient"), [(128, 64, False), (64, 128, False), (64, 72, False), (64, 192, True)]
 )

@@ -6,6 +6,7 @@ import disagreements
 from ranks import run_ranks
 
 from onepass import distributed
+from onepass.distributed import agreement
 
 
 def keywords_of(function, *tensors):
@@ -55,6 +56,19 @@ def test_a_plan_that_one_rank_refuses():
     assert second[0] == error
     assert first[1] == second[1] == "nothing was raised"
     assert seconds < 10
+
+
+def test_whose_calls_a_round_ended():
+    """Calls equal to that of the rank that gave up, or where its arguments were refused, all calls of the function."""
+    call, other = (agreement.Call.of("attention", {"softcap": softcap}) for softcap in (1.0, 2.0))
+    for function, digest, concerned in (
+        ("attention", call.digest, [call]),
+        ("attention", "", [call, other]),
+        ("decode", call.digest, []),
+        ("decode", "", []),
+    ):
+        ended = agreement.GivenUp(1, function, digest, "words")
+        assert [one for one in (call, other) if ended.concerns(one)] == concerned
 
 
 def test_timeouts_that_differ():
