@@ -17,6 +17,7 @@ from .errors import UnsupportedError
 from .kernels.compiler.pool import CompiledKernel
 from .kernels.config import ForwardConfigSm80, ForwardConfigSm90
 from .tuning import TuningResult, tune
+from .validation.block_mask import BlockMask
 from .validation.fp8 import QuantizedQKV
 
 ForwardConfig = ForwardConfigSm90  # its name before Ampere had one
@@ -25,6 +26,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "AttentionOutput",
+    "BlockMask",
     "CompiledKernel",
     "ForwardConfig",
     "ForwardConfigSm80",

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .geometry import philox
 from .problem import Mask
+from .validation.block_mask import BlockMask
 
 
 class Reference(NamedTuple):
@@ -42,6 +43,9 @@ def attention(
     seqused_k: Tensor | None = None,
     seqstart_k: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    query_ranges: Tensor | None = None,
+    query_ranges_of_positions: bool = False,
+    block_mask: BlockMask | None = None,
     q_positions: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -53,6 +57,7 @@ def attention(
     """Dense attention with the arguments of `onepass.attention`.
 
     Args:
+        query_ranges_of_positions: query_ranges count positions of queries, as in `attention_decode`.
         dropout_state: (2,) int64, seed and offset of `geometry.philox`, with dropout_p.
         first_entry: the number of the first batch entry, which random bits depend on.
         compute_dtype: dtype of every intermediate: float64 for the oracle, the inputs' own dtype for the result of
@@ -79,6 +84,9 @@ def attention(
         seqused_k=seqused_k,
         seqstart_k=seqstart_k,
         key_ranges=key_ranges,
+        query_ranges=query_ranges,
+        query_ranges_of_positions=query_ranges_of_positions,
+        block_mask=block_mask,
         q_positions=q_positions,
         alibi_slopes=alibi_slopes,
         bias=bias,
@@ -133,6 +141,9 @@ def pairs_of(
     seqused_k: Tensor | None = None,
     seqstart_k: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    query_ranges: Tensor | None = None,
+    query_ranges_of_positions: bool = False,
+    block_mask: BlockMask | None = None,
     q_positions: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -146,7 +157,22 @@ def pairs_of(
     visible = visible_pairs(batch, seqlen_q, seqlen_k, mask, seqused_k, device, seqstart_k, q_positions)[:, None]
     if key_ranges is not None:
         visible = visible & (key_ranges[..., :1] <= j) & (j < key_ranges[..., 1:])
-    distance = (positions(batch, seqlen_q, seqlen_k, seqused_k, q_positions, device) - j).abs()[:, None]
+    position = positions(batch, seqlen_q, seqlen_k, seqused_k, q_positions, device)[:, None]
+    if query_ranges is not None:
+        low, high = query_ranges[..., None, :, 0], query_ranges[..., None, :, 1]
+        i = position if query_ranges_of_positions else torch.arange(seqlen_q, device=device)[:, None]
+        visible = visible & (low <= i) & (i < high)
+    if block_mask is not None:
+        kinds, (q_block, kv_block) = block_mask.kinds, block_mask.block_size
+        seen = (kinds != 0).repeat_interleave(q_block, 2).repeat_interleave(kv_block, 3)[:, :, :seqlen_q, :seqlen_k]
+        visible = visible & seen.repeat_interleave(num_heads_q // seen.shape[1] if seen.shape[1] > 1 else 1, 1)
+        if block_mask.key_ranges is not None:
+            low, high = block_mask.key_ranges.unbind(-1)
+            visible = visible & (low[..., None] <= j) & (j < high[..., None])
+        if block_mask.query_ranges is not None:
+            i, (low, high) = torch.arange(seqlen_q, device=device)[:, None], block_mask.query_ranges.unbind(-1)
+            visible = visible & (low[..., None, :] <= i) & (i < high[..., None, :])
+    distance = (position - j).abs()
     terms, dtype = None, torch.promote_types(q.dtype, torch.float32)
     if alibi_slopes is not None:
         terms = -alibi_slopes.to(dtype).expand(batch, -1)[..., None, None] * distance
@@ -232,7 +258,7 @@ def attention_varlen(
         n, n_end = starts_k[b], starts_k[b + 1]
         if seqused_k is not None:
             n_end = n + int(seqused_k[b])
-        own = of_sequence(options, b, slice(m, m_end), n_end - n) | {"first_entry": b}
+        own = of_sequence(options, b, slice(m, m_end), slice(n, n_end)) | {"first_entry": b}
         one = attention(q[None, m:m_end], k[None, n:n_end], v[None, n:n_end], compute_dtype=compute_dtype, **own)
         outs.append(one.out[0])
         lses.append(one.lse[0])
@@ -242,19 +268,22 @@ def attention_varlen(
     return Reference(torch.cat(outs), torch.cat(lses, 1))
 
 
-def of_sequence(options: dict, b: int, rows: slice, num_keys: int) -> dict:
-    """The options of `attention` for packed sequence b.
+def of_sequence(options: dict, b: int, rows: slice, keys: slice) -> dict:
+    """The options of `attention` for packed sequence b, which has these rows of q and of k.
 
-    Packed, key_ranges is (1 or heads, total_q, 2), q_positions (total_q,) and bias (1 or heads, total_q or 1, columns)
-    or, with positions, (1 or heads, positions, columns); keys are counted from the first one of the sequence.
+    Packed, key_ranges is (1 or heads, total_q, 2), query_ranges (1 or heads, total_k, 2), q_positions (total_q,) and
+    bias (1 or heads, total_q or 1, columns) or, with positions, (1 or heads, positions, columns); queries and keys are
+    counted from the first ones of the sequence.
     """
     own_rows = rows if options.get("q_positions") is None else slice(None)
     cuts = {
         "seqstart_k": lambda t: t[b : b + 1],
         "key_ranges": lambda t: t[None, :, rows],
+        "query_ranges": lambda t: t[None, :, keys],
+        "block_mask": lambda mask: mask if len(mask.kinds) == 1 else BlockMask(mask.kinds[b : b + 1], mask.block_size),
         "q_positions": lambda t: t[None, rows],
         "alibi_slopes": lambda t: t[b : b + 1] if t.dim() == 2 else t,
-        "bias": lambda t: t[None, :, own_rows if t.shape[1] > 1 else slice(None), :num_keys],
+        "bias": lambda t: t[None, :, own_rows if t.shape[1] > 1 else slice(None), : keys.stop - keys.start],
     }
     return {name: cuts[name](value) if name in cuts and value is not None else value for name, value in options.items()}
 

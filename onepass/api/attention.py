@@ -13,6 +13,7 @@ from ..ops.attention import NUM_INPUTS
 from ..problem import AttentionInputs, Modifiers
 from ..quantization import centering
 from ..validation.attention import PACKED
+from ..validation.block_mask import BlockMask
 from ..validation.fp8 import QuantizedQKV
 from ..validation.modifiers import NAMES, in_float32
 from ..validation.tensors import check_max_seqlens
@@ -50,6 +51,7 @@ class CommonOptions(TypedDict, total=False):
     softmax_scale: float | None
     seqstart_k: Tensor | None
     key_ranges: Tensor | None
+    query_ranges: Tensor | None
     q_positions: Tensor | None
     alibi_slopes: Tensor | None
     bias: Tensor | None
@@ -60,6 +62,7 @@ class Options(CommonOptions, total=False):
     """The keyword arguments of `attention` except return_lse, on which the result's type depends: for type checkers."""
 
     seqused_k: Tensor | None
+    block_mask: BlockMask | None
     deterministic: bool | None
     dropout_p: float
     precision: Literal["fp8"] | None
@@ -91,7 +94,13 @@ _RETURN_LSE = _OPTIONS.index("return_lse")
 
 
 def _call(
-    function: str, inputs: AttentionInputs, max_seqlens: tuple | None, window: Any, options: tuple, modifiers: tuple
+    function: str,
+    inputs: AttentionInputs,
+    max_seqlens: tuple | None,
+    window: Any,
+    options: tuple,
+    modifiers: tuple,
+    block_mask: Any,
 ) -> Tensor | AttentionOutput:
     """A call of the public function of this name, with arguments as they were given.
 
@@ -102,17 +111,20 @@ def _call(
     """
     launched, key = inputs, None
     tensors: Sequence[Any] = inputs
-    start, ranges, positions, slopes, bias = modifiers
-    if not start is ranges is positions is slopes is bias is None:
-        taken = Modifiers(start, ranges, positions, in_float32(slopes), bias)
+    start, ranges, positions, slopes, bias, query_ranges = modifiers
+    if not start is ranges is positions is slopes is bias is query_ranges is None:
+        taken = Modifiers(start, ranges, positions, in_float32(slopes), bias, query_ranges)
         tensors = (*inputs, *taken)
         inputs = launched = inputs._replace(modifiers=taken)
-    if not isinstance(inputs.q, QuantizedQKV):
+    # a call with a block_mask makes tensors of it and checks them each time
+    if block_mask is not None:
+        key = None
+    elif not isinstance(inputs.q, QuantizedQKV):
         key = fast_path.key_of(function, tensors, window, options)
     elif inputs.k is inputs.v is inputs.q.score_shift is inputs.q.v_mean is inputs.modifiers is None:
         qkv, descales = inputs.q, inputs.q.descales
         tensors = (qkv.q, qkv.k, qkv.v, *inputs[3:NUM_INPUTS], *descales)
-        launched = AttentionInputs._make((*tensors[:NUM_INPUTS], None, descales))
+        launched = AttentionInputs._make((*tensors[:NUM_INPUTS], None, descales, None))
         layout = qkv.dtype, qkv.q_block, qkv.kv_block, qkv.v_keys_last
         key = fast_path.key_of(f"{function} of QuantizedQKV", tensors, window, (*options, *layout))
     forward = fast_path.find(key)
@@ -121,12 +133,12 @@ def _call(
             check_max_seqlens(*max_seqlens)
         result = forward(launched)
     else:
-        result = _first_call(inputs, max_seqlens, window, options, key)
+        result = _first_call(inputs, max_seqlens, window, options, key, block_mask)
     return AttentionOutput(*result) if options[_RETURN_LSE] else result[0]
 
 
 def _first_call(
-    inputs: AttentionInputs, max_seqlens: tuple | None, window: Any, options: tuple, key: tuple | None
+    inputs: AttentionInputs, max_seqlens: tuple | None, window: Any, options: tuple, key: tuple | None, block_mask: Any
 ) -> tuple[Tensor, Tensor]:
     """Check a call, run the operator on the chosen backend, and keep a prepared forward for the next call with its key.
 
@@ -137,6 +149,8 @@ def _first_call(
     arguments |= {"window": window, "sinks": sinks, "seqused_k": seqused_k}
     if inputs.modifiers is not None:
         arguments |= zip(NAMES, inputs.modifiers, strict=False)
+    if block_mask is not None:
+        arguments["block_mask"] = block_mask
     if max_seqlens is not None:
         arguments |= zip(PACKED, (cu_seqlens_q, cu_seqlens_k, *max_seqlens), strict=True)
     call = steps.prepare(q, k, v, **arguments)
@@ -198,9 +212,11 @@ def attention(
     seqused_k: Tensor | None = None,
     seqstart_k: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    query_ranges: Tensor | None = None,
     q_positions: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -244,6 +260,8 @@ def attention(
             the last key.
         key_ranges: (batch or 1, num_heads_q or 1, seqlen_q, 2) int32 on q's device: query i sees keys
             lo <= j < hi among the keys that all other arguments leave.
+        query_ranges: (batch or 1, num_heads_q or 1, seqlen_k, 2) int32 on q's device: key j is seen by the queries
+            lo <= i < hi, rows of q, among those that all other arguments leave.
         q_positions: (batch or 1, seqlen_q) int32 on q's device: where each query stands among the keys, instead of
             i + seqlen_k - seqlen_q. causal, window, seqstart_k and alibi_slopes count from it, and it is the number of
             a query's row in bias and for dropout. It may be any number; beyond the rows of bias the nearest one counts.
@@ -253,6 +271,7 @@ def attention(
             to scores after the softcap. A pair with a bias of -inf is hidden. It may require a gradient, which is
             undefined for hidden pairs. A row is undefined if all its biases are as low as torch.finfo(dtype).min, which
             absorbs the scores.
+        block_mask: blocks of queries and keys that are not visited, see `BlockMask`.
         dropout_p: 0 <= dropout_p < 1: each probability is left out of the product with v with this probability,
             rounded to a multiple of 1 / 256, and the others are divided by 1 - dropout_p. lse does not change. Pass 0
             in evaluation: no module's `training` is known here.
@@ -284,10 +303,10 @@ def attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, dropout_p, deterministic, return_lse, tuning, precision, backend
-    modifiers = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
+    modifiers = seqstart_k, key_ranges, q_positions, alibi_slopes, bias, query_ranges
     # validation checks their types
     inputs = AttentionInputs(q, k, v, sinks, None, None, seqused_k)  # type: ignore[arg-type]
-    return _call("attention", inputs, None, window, options, modifiers)
+    return _call("attention", inputs, None, window, options, modifiers, block_mask)
 
 
 @overload
@@ -341,9 +360,11 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     seqstart_k: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    query_ranges: Tensor | None = None,
     q_positions: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -364,9 +385,11 @@ def attention_varlen(
         seqused_k: (batch,) int32; only the first seqused_k[b] keys of sequence b exist, and masks are aligned to them.
         seqstart_k, alibi_slopes, dropout_p: as for `attention`; keys count from the first key of their sequence.
         key_ranges: (num_heads_q or 1, total_q, 2) int32. q_positions: (total_q,) int32.
+        query_ranges: (num_heads_q or 1, total_k, 2) int32; queries count from the first query of their sequence.
         bias: (num_heads_q or 1, total_q or 1, columns): column j belongs to key j of each sequence. There are at least
             as many columns as the longest sequence has keys, or 1 for all keys. With q_positions
             (num_heads_q or 1, positions, columns).
+        block_mask: see `BlockMask`; blocks count from the first query and key of their sequence.
         causal, window, softcap, sinks, softmax_scale, deterministic, return_lse, precision, backend, tuning: as for
             `attention`; masks are aligned to each sequence's own lengths.
 
@@ -383,7 +406,7 @@ def attention_varlen(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = causal, softcap, softmax_scale, dropout_p, deterministic, return_lse, tuning, precision, backend
-    modifiers = seqstart_k, key_ranges, q_positions, alibi_slopes, bias
+    modifiers = seqstart_k, key_ranges, q_positions, alibi_slopes, bias, query_ranges
     # validation checks their types
     inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k)  # type: ignore[arg-type]
-    return _call("attention_varlen", inputs, (max_seqlen_q, max_seqlen_k), window, options, modifiers)
+    return _call("attention_varlen", inputs, (max_seqlen_q, max_seqlen_k), window, options, modifiers, block_mask)

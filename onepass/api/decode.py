@@ -99,7 +99,7 @@ def find_kept(inputs: DecodeInputs, window: Window | None, options: KeyOptions) 
     may_grow = (
         inputs.k_new is inputs.page_table is inputs.cu_seqlens_q is options.kv_block is options.split_size is None
     )
-    may_grow = may_grow and (inputs.modifiers is None or inputs.modifiers.bias is None)
+    may_grow = may_grow and (inputs.modifiers is None or inputs.modifiers.bias is inputs.modifiers.query_ranges is None)
     # on a CPU the backend of a call with a window depends on the length
     may_grow = may_grow and (window is None or k_cache.is_cuda)
     rounded = fast_path.of_rounded_length(key, k_cache, v_cache) if may_grow else None
@@ -143,6 +143,7 @@ def attention_decode(
     softmax_scale: float | None = None,
     seqstart_k: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    query_ranges: Tensor | None = None,
     q_positions: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -203,6 +204,9 @@ def attention_decode(
             zeros. Lengths and positions still count from key 0 of the cache.
         key_ranges: (batch or 1, num_heads_q or 1, seqlen_q, 2) int32, packed (num_heads_q or 1, total_q, 2): query i
             sees only keys lo <= j < hi among the keys that other options leave.
+        query_ranges: (batch or 1, num_heads_q or 1, max_seqlen, 2) int32, for packed queries, too: key j is seen by the
+            queries that stand at the positions lo <= p < hi, among those that other options leave. Row j belongs to key
+            j of the cache, of which there are max_pages * page_size with a page_table.
         q_positions: (batch or 1, seqlen_q) int32, packed (total_q,): the key at which each query stands, instead of
             i + seqlen_k - seqlen_q, for causal, window, alibi_slopes, rows of bias, and rotation.
         alibi_slopes: (num_heads_q,) or (batch, num_heads_q) float32 (bfloat16 and float16 are converted): slope *
@@ -268,10 +272,10 @@ def attention_decode(
         k_new,
         v_new,
     )
-    rows_q, rows_k = rotary_positions_q, rotary_positions_k
-    if not (seqstart_k is key_ranges is q_positions is alibi_slopes is bias is rows_q is rows_k is None):
+    rows_q, rows_k, by_key = rotary_positions_q, rotary_positions_k, query_ranges
+    if not (seqstart_k is key_ranges is q_positions is alibi_slopes is bias is by_key is rows_q is rows_k is None):
         slopes = in_float32(alibi_slopes)
-        inputs = inputs.with_modifiers((seqstart_k, key_ranges, q_positions, slopes, bias, rows_q, rows_k))
+        inputs = inputs.with_modifiers((seqstart_k, key_ranges, q_positions, slopes, bias, by_key, rows_q, rows_k))
     most_queries = None if max_seqlen_q is None else few_queries(max_seqlen_q, cu_seqlens_q)
     options = KeyOptions(
         causal,

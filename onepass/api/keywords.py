@@ -21,9 +21,9 @@ _ELSEWHERE = {
     "onepass.compat.sdpa has torch's alignment",
     **dict.fromkeys(("scale", "sm_scale", "scaling"), "it is called softmax_scale here"),
     **dict.fromkeys(
-        ("attn_mask", "attention_mask", "mask", "block_mask", "mask_mod"),
-        "causal, window, lengths, key_ranges and packed sequences say which keys are visible, and bias is added to "
-        "scores; onepass.compat.sdpa takes a mask",
+        ("attn_mask", "attention_mask", "mask", "mask_mod"),
+        "causal, window, lengths, key_ranges, query_ranges and packed sequences say which keys are visible, and bias "
+        "is added to scores; onepass.compat.sdpa takes a mask",
     ),
     **dict.fromkeys(
         ("key_padding_mask", "padding_mask"),

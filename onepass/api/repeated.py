@@ -61,7 +61,7 @@ def repeatable_decode(
     if not torch.compiler.is_compiling():
         inputs = DecodeInputs(q, k_cache, v_cache, cache_seqlens)
         if seqstart_k is not None:
-            inputs = inputs.with_modifiers((seqstart_k, *(None,) * 6))
+            inputs = inputs.with_modifiers((seqstart_k, *(None,) * 7))
         forward, _ = decode.find_kept(inputs, window, decode.KeyOptions(causal, softcap, softmax_scale))
         if forward is not None:
             run = _repeating(forward, inputs)

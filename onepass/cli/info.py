@@ -158,6 +158,9 @@ def _probes() -> dict[str, Any]:
 
         return arguments
 
+    def ranges(device: str) -> torch.Tensor:
+        return torch.tensor([0, 8], dtype=torch.int32, device=device).expand(1, 1, 8, 2)
+
     return {
         "float64": call(dtype=torch.float64),
         "float32": call(),
@@ -172,9 +175,8 @@ def _probes() -> dict[str, Any]:
         "head_dim_v != head_dim": call(head_dim_v=8),
         "seqused_k": call(seqused_k=lambda device: torch.tensor([5], dtype=torch.int32, device=device)),
         "left padding": call(seqstart_k=lambda device: torch.tensor([2], dtype=torch.int32, device=device)),
-        "ranges": call(
-            key_ranges=lambda device: torch.tensor([0, 8], dtype=torch.int32, device=device).expand(1, 1, 8, 2)
-        ),
+        "ranges": call(key_ranges=ranges),
+        "query ranges": call(query_ranges=ranges),
         "positions": call(q_positions=lambda device: torch.arange(8, dtype=torch.int32, device=device)[None]),
         "ALiBi": call(alibi_slopes=lambda device: torch.ones(2, device=device)),
         "bias": call(bias=lambda device: torch.zeros(1, 2, 8, 8, device=device)),

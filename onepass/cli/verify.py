@@ -148,6 +148,7 @@ def _options(length: int) -> dict[str, Callable[[torch.dtype, str], Call]]:
         "seqused_k": call(seqused_k=torch.tensor([m // 3, m], dtype=torch.int32)),
         "left padding": call(seqstart_k=torch.tensor([m // 3, 0], dtype=torch.int32), causal=True),
         "ranges": call(key_ranges=torch.stack([rows // 2, rows + 3], -1)[None, None].int()),
+        "query ranges": call(query_ranges=torch.stack([rows // 2, rows + 3], -1)[None, None].int()),
         "positions": call(q_positions=rows.flip(0)[None].int(), causal=True),
         "ALiBi": call(alibi_slopes=torch.linspace(0.01, 0.3, 4)),
         "bias": call(bias=torch.linspace(-3.0, 3.0, 4 * m).view(1, 4, 1, m)),

@@ -257,7 +257,7 @@ def _check_before_writing(
         k_descale=cache.k_descale,
         v_descale=cache.v_descale,
         cu_seqlens_q=cu_seqlens_q,
-    ).with_modifiers((extras.starts, None, None, extras.alibi_slopes, None, None, None))
+    ).with_modifiers((extras.starts, None, None, extras.alibi_slopes, *(None,) * 4))
     score_options = {name: options[name] for name in ("causal", "window", "softcap", "softmax_scale")}
     splits = {"num_splits": None, "split_size": None, "check_values": False, "return_lse": True}
     most_queries = options.get("max_seqlen_q") if cu_seqlens_q is not None else None

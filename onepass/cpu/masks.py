@@ -29,10 +29,10 @@ def needs_masks(problem: AttentionProblem) -> bool:
 def groups(problem: AttentionProblem, inputs: AttentionInputs, num_entries: int, num_keys: int) -> Iterator[HeadGroup]:
     """The heads to compute at a time: some for each thread, few enough for MASK_ELEMENTS, all that share masks."""
     modifiers, group = inputs.modifiers or NO_MODIFIERS, problem.qhead_per_kvhead
-    _, ranges, positions, slopes, bias = modifiers[:5]
-    by_head = slopes is not None or any(t is not None and t.shape[-3] > 1 for t in (ranges, bias))
+    _, ranges, positions, slopes, bias, query_ranges = modifiers[:-1]
+    by_head = slopes is not None or any(t is not None and t.shape[-3] > 1 for t in (ranges, bias, query_ranges))
     by_entry = (slopes is not None and slopes.dim() == 2) or any(
-        t is not None and t.shape[0] > 1 for t in (ranges, positions, bias)
+        t is not None and t.shape[0] > 1 for t in (ranges, positions, bias, query_ranges)
     )
     at_once = MASK_ELEMENTS // max(1, min(ROWS, problem.seqlen_q) * num_keys)
     per_thread = -(-torch.get_num_threads() // group)
@@ -83,7 +83,14 @@ class RowMasks:
             return 0, self.seqlen_k
         low, high = (t[..., slice(*queries)] for t in (self.low, self.high))
         seen = low < high
-        return (int(low[seen].min()), int(high[seen].max())) if bool(seen.any()) else None
+        if not bool(seen.any()):
+            return None
+        start, end = int(low[seen].min()), int(high[seen].max())
+        reached = self.modifiers.keys_reached(queries, (start, end))
+        if reached is None:
+            return start, end
+        found = start + reached.nonzero()
+        return (int(found[0]), int(found[-1]) + 1) if len(found) else None
 
     def mask(self, queries: Range, keys: Range) -> Tensor | None:
         """(entries or 1, query heads or 1, queries or 1, keys or 1), with `is_causal`; None if it would be 0.
@@ -93,13 +100,14 @@ class RowMasks:
         modifiers = self.modifiers
         bias = None if modifiers.bias is None else modifiers.bias_tile(modifiers.bias, queries, keys)
         low, high = (None if t is None else t[..., slice(*queries)] for t in (self.low, self.high))
-        if modifiers.slopes is None and not _parts_with_hidden_keys(low, high, keys):
+        by_key = modifiers.outside_of_keys(queries, keys)
+        if modifiers.slopes is None and by_key is None and not _parts_with_hidden_keys(low, high, keys):
             return None if bias is None else self._as_operand(bias)
         if self.is_band:
             first = self._last_row - queries[0] - self._band_columns[0]
             return self._band[:, :, : queries[1] - queries[0], first + keys[0] : first + keys[1]]
         positions = modifiers.positions[..., slice(*queries)] - modifiers.piece.first_key
-        return self._made(positions, low, high, bias, keys)
+        return self._made(positions, low, high, bias, keys, by_key)
 
     @property
     def _last_row(self) -> int:
@@ -129,14 +137,22 @@ class RowMasks:
         return self._made(positions, low.clamp(start, end), high.clamp(start, end), None, (start, end))
 
     def _made(
-        self, positions: Tensor, low: Tensor | None, high: Tensor | None, bias: Tensor | None, keys: Range
+        self,
+        positions: Tensor,
+        low: Tensor | None,
+        high: Tensor | None,
+        bias: Tensor | None,
+        keys: Range,
+        by_key: Tensor | None = None,
     ) -> Tensor:
         """A mask in a buffer.
 
-        Args: positions, low, high: (entries or 1, kv heads or 1, qhead_per_kvhead or 1, queries), of the queries.
+        Args:
+            positions, low, high: (entries or 1, kv heads or 1, qhead_per_kvhead or 1, queries), of the queries.
+            by_key: more pairs that are hidden, see `ScoreModifiers.outside_of_keys`.
         """
         slopes, dtype = self.modifiers.slopes, self.scratch.dtype
-        sizes = [t.shape[:3] for t in (slopes, bias, low) if t is not None]
+        sizes = [t.shape[:3] for t in (slopes, bias, low, by_key) if t is not None]
         shape = *torch.broadcast_shapes(*sizes), positions.shape[-1], keys[1] - keys[0]
         mask = self.scratch.empty("mask", *shape)
         if slopes is not None:
@@ -157,6 +173,8 @@ class RowMasks:
             # -inf where negative, else 0: a quarter of the time of comparisons and `where`
             hidden = torch.minimum(j - low[..., None], high[..., None] - j).mul_(torch.inf).clamp_(max=0.0)
             mask[..., start - keys[0] : end - keys[0]].add_(hidden)
+        if by_key is not None:
+            mask.masked_fill_(by_key, -torch.inf)
         return _by_heads(mask)
 
     def _as_operand(self, bias: Tensor) -> Tensor:

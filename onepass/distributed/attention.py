@@ -38,6 +38,7 @@ def attention(
     seqused_k: Tensor | None = None,
     seqstart_k: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    query_ranges: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -57,8 +58,8 @@ def attention(
             the tokens `plan.tokens()`.
         k, v: (batch, plan.num_local_tokens, num_heads_kv, head_dim or head_dim_v): the rows of the same tokens.
         plan: made by `onepass.distributed.plan`.
-        sinks, seqused_k, seqstart_k, key_ranges, alibi_slopes, bias: as in `onepass.attention` for all tokens, equal on
-            all ranks. Their gradients are sums over all ranks, and equal on all ranks.
+        sinks, seqused_k, seqstart_k, key_ranges, query_ranges, alibi_slopes, bias: as in `onepass.attention` for all
+            tokens, equal on all ranks. Their gradients are sums over all ranks, and equal on all ranks.
         dropout_p: the state of the first rank's generator decides for all ranks, and the random bits are those of one
             device in that state.
         softcap, softmax_scale, deterministic, return_lse, precision, backend: as in `onepass.attention`.
@@ -72,7 +73,7 @@ def attention(
     """
     q, k, v = autocast_inputs(q, k, v)
     alibi_slopes = in_float32(alibi_slopes)
-    terms = Terms(sinks, seqused_k, seqstart_k, key_ranges, alibi_slopes, bias)
+    terms = Terms(sinks, seqused_k, seqstart_k, key_ranges, query_ranges, alibi_slopes, bias)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = checks.check_call(

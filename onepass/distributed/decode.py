@@ -79,8 +79,9 @@ def decode(
             rotates q and k_new by their positions in it.
         rotary_interleaved, rotary_positions_q, rotary_positions_k: as in `attention_decode`.
         seqstart_k, key_ranges, q_positions: as in `attention_decode`, in numbers of the whole sequence.
-        alibi_slopes, bias: as in `attention_decode`; column j of a bias belongs to token j of the plan.num_tokens. Both
-            become one bias of this rank's rows, and with alibi_slopes it has a row for every query of every head.
+        query_ranges, alibi_slopes, bias: as in `attention_decode`; row j of query_ranges and column j of a bias belong
+            to token j of the plan.num_tokens. All become one bias of this rank's rows; with alibi_slopes it has a row
+            for every query of every head, and with query_ranges for every query.
         k_descale, v_descale, kv_block: as in `attention_decode`, for this rank's caches: a descale for each block of
             keys stands for kv_block rows of this rank, a descale for each page for one of its pages.
         num_splits, split_size: splits of this rank's rows. With split_size and layout="cyclic" the result of a sequence
@@ -287,7 +288,7 @@ def _visible(tokens: Tensor, mask: Mask, queries: _Queries, inputs: DecodeInputs
 
 
 def _terms(tokens: Tensor, queries: _Queries, inputs: DecodeInputs) -> Tensor | None:
-    """ALiBi and bias of this rank's keys as one bias.
+    """ALiBi, bias and query_ranges of this rank's keys as one bias.
 
     Returns: (batch or 1, num_heads_q or 1, seqlen_q or 1, rows of the cache or 1), packed without the batch.
     """
@@ -304,6 +305,16 @@ def _terms(tokens: Tensor, queries: _Queries, inputs: DecodeInputs) -> Tensor | 
         dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
         alibi = -slopes.to(dtype).unsqueeze(-1) * distance
         terms = alibi if terms is None else terms + alibi
+    if modifiers.query_ranges is not None:
+        ranges = modifiers.query_ranges[:, :, tokens]
+        if queries.entries is not None:  # (total_q, heads, keys, 2) -> (heads, total_q, keys, 2)
+            ranges = ranges.expand(inputs.batch, -1, -1, -1)[queries.entries.clamp(0, inputs.batch - 1)].transpose(0, 1)
+        else:
+            ranges = ranges.unsqueeze(2)
+        positions = queries.positions[..., None].unsqueeze(-3)
+        hidden = (positions < ranges[..., 0]) | (positions >= ranges[..., 1])
+        terms = inputs.q.new_zeros(()) if terms is None else terms
+        terms = torch.where(hidden, torch.full((), -torch.inf, dtype=terms.dtype, device=hidden.device), terms)
     if terms is None or terms.shape[-1] in (1, capacity):
         return terms
     return torch.nn.functional.pad(terms, (0, capacity - terms.shape[-1]))

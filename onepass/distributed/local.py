@@ -33,6 +33,7 @@ class Terms(NamedTuple):
     seqused_k: Tensor | None = None
     seqstart_k: Tensor | None = None
     key_ranges: Tensor | None = None
+    query_ranges: Tensor | None = None
     alibi_slopes: Tensor | None = None
     bias: Tensor | None = None
     dropout_state: Tensor | None = None
@@ -250,6 +251,12 @@ class LocalCalls:
         if ranges is not None:
             ranges = _heads(ranges, 1, self.heads)
             ranges = torch.cat([ranges[:, :, slice(*run)] for run in call.runs], 2) - call.first_key
+        of_keys = self.terms.query_ranges
+        if of_keys is not None:
+            of_keys = _heads(of_keys, 1, self.heads)[:, :, call.first_key : call.first_key + count]
+            # how many rows of the call stand before each end: its runs of queries ascend
+            before = [(of_keys - run.start).clamp(0, run.size) for run in call.runs]
+            of_keys = torch.stack(before).sum(0, dtype=torch.int32)
         slopes = self.terms.alibi_slopes
         slopes = None if slopes is None else slopes[..., self.heads]
         bias = self.terms.bias
@@ -259,7 +266,8 @@ class LocalCalls:
             if bias.shape[-1] > 1:
                 bias = bias[..., call.first_key : call.first_key + count]
         state = self.terms.dropout_state
-        return self._inputs(q, k, v, None, None, used, Modifiers(starts, ranges, positions, slopes, bias, state)), mask
+        modifiers = Modifiers(starts, ranges, positions, slopes, bias, of_keys, state)
+        return self._inputs(q, k, v, None, None, used, modifiers), mask
 
     @staticmethod
     def _positions(call: DenseCall, device: torch.device) -> Tensor:
@@ -292,7 +300,10 @@ class LocalCalls:
             slopes = slopes[..., self.heads]
             slopes = slopes[documents] if slopes.dim() == 2 else slopes
         bias = None if bias is None else _heads(bias, 0, self.heads)
-        modifiers = Modifiers(starts, ranges, positions, slopes, bias, terms.dropout_state)
+        of_keys = terms.query_ranges
+        if of_keys is not None:
+            of_keys = tables.rows_of_queries(_heads(of_keys, 0, self.heads), k.shape[0])
+        modifiers = Modifiers(starts, ranges, positions, slopes, bias, of_keys, terms.dropout_state)
         return self._inputs(q, k, v, tables.cu_seqlens_q, tables.cu_seqlens_k, used, modifiers), self.mask
 
     def _tables(self, device: torch.device) -> PackedTables:

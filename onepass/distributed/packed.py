@@ -38,6 +38,20 @@ class PackedTables(NamedTuple):
     are_aligned: bool
     is_whole: bool
 
+    def rows_of_queries(self, query_ranges: Tensor, num_keys: int) -> Tensor:
+        """The `query_ranges` of all tokens (heads or 1, tokens, 2) as those of the packed call, of its rows of k."""
+        total, starts = query_ranges.shape[1], self.lengths.cumsum(0) - self.lengths
+        segments = torch.repeat_interleave(self.key_counts.long(), output_size=num_keys)
+        first_tokens = starts[self.documents]
+        offset = torch.arange(num_keys, device=segments.device) - self.cu_seqlens_k[segments]
+        own = query_ranges[:, first_tokens[segments] + self.first_keys[segments] + offset].long()
+        # the ends as tokens, and segments before tokens: rows ascend in that order
+        lengths = self.lengths[self.documents][segments][:, None]
+        ends = own.clamp(min=0).minimum(lengths) + first_tokens[segments][:, None]
+        order = self.row_segments * (total + 1) + self.tokens
+        rows = torch.searchsorted(order, segments[:, None] * (total + 1) + ends)
+        return (rows - self.cu_seqlens_q[segments][:, None]).int()
+
 
 def make_tables(plan: ContextPlan, step: Step, device: torch.device) -> PackedTables:
     segments, cu_seqlens = plan.segments(step), plan.schedule.cu_seqlens

@@ -21,7 +21,7 @@ from ..errors import UnsupportedError
 from ..geometry.visible_pairs import visible_pairs
 from ..kernels.config import LaunchConfig
 from ..namespace import OPERATORS, qualified
-from ..problem import AttentionInputs, AttentionProblem, Mask, Modifiers, Quantization
+from ..problem import AttentionInputs, AttentionProblem, Blocks, Mask, Modifiers, Quantization
 from ..problem.arguments import TENSORS
 from ..problem.outputs import empty_gradients, empty_outputs
 from . import schema
@@ -47,28 +47,28 @@ class Options(NamedTuple):
 
 NUM_INPUTS = AttentionInputs._fields.index("modifiers")
 NUM_OPTIONS = len(Options._fields)
-_NUM_TENSORS = NUM_INPUTS + len(Modifiers._fields)
 INPUTS, OPTIONS = schema.arguments(AttentionInputs, NUM_INPUTS), schema.arguments(Options)
-MODIFIED_INPUTS = f"{INPUTS}, {schema.arguments(Modifiers)}"
+_FIRST_MODIFIERS = tuple(name for name in Modifiers._fields if name not in schema.LATER)
+_NUM_TENSORS = NUM_INPUTS + len(_FIRST_MODIFIERS)
+_NUM_ARGUMENTS = _NUM_TENSORS + 1 + NUM_OPTIONS
+_LATER = f"{schema.tensors(schema.LATER)}, Tensor? block_kinds=None, SymInt q_block=0, SymInt kv_block=0"
+_MODIFIED = f"{INPUTS}, {schema.tensors(_FIRST_MODIFIERS)}, float dropout_p, {OPTIONS}, {_LATER}"
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 _RESULTS = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
 _GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dsinks"
-# the places of the tensors that have a gradient, among those of `MODIFIED_INPUTS`
+# the places of the tensors that have a gradient, among those of `_MODIFIED`
 _TERMS = tuple(
-    NUM_INPUTS + i for i, name in enumerate(Modifiers._fields) if name in TENSORS and TENSORS[name].has_gradient
+    NUM_INPUTS + i for i, name in enumerate(_FIRST_MODIFIERS) if name in TENSORS and TENSORS[name].has_gradient
 )
 _PLACES = 0, 1, 2, 3, *_TERMS
 
 for _name, _signature in (
     ("attention_forward", f"({INPUTS}, {OPTIONS}) -> (Tensor out, Tensor lse)"),
     ("attention_backward", f"({_RESULTS}, {INPUTS}, {OPTIONS}) -> ({_GRADIENTS})"),
-    (
-        "attention_modified_forward",
-        f"({MODIFIED_INPUTS}, float dropout_p, {OPTIONS}) -> (Tensor out, Tensor lse)",
-    ),
+    ("attention_modified_forward", f"({_MODIFIED}) -> (Tensor out, Tensor lse)"),
     (
         "attention_modified_backward",
-        f"({_RESULTS}, bool constant_slopes, bool constant_bias, {MODIFIED_INPUTS}, float dropout_p, {OPTIONS})"
+        f"({_RESULTS}, bool constant_slopes, bool constant_bias, {_MODIFIED})"
         f" -> ({_GRADIENTS}, Tensor dslopes, Tensor dbias)",
     ),
 ):
@@ -111,7 +111,10 @@ def arguments_of(inputs: AttentionInputs, problem: AttentionProblem, options: Op
     """The arguments of the forward, of the operator with modifiers if there are any."""
     if inputs.modifiers is None:
         return (*inputs[:NUM_INPUTS], *options)
-    return (*inputs[:NUM_INPUTS], *inputs.modifiers, problem.dropout_p, *options)
+    first, later = schema.split(inputs.modifiers._asdict())
+    if inputs.blocks is not None:
+        later = [inputs.modifiers.query_ranges, inputs.blocks.kinds, *inputs.blocks.size]
+    return (*inputs[:NUM_INPUTS], *first, problem.dropout_p, *options, *later)
 
 
 def _unpacked(args: tuple) -> tuple[AttentionInputs, AttentionProblem, Options]:
@@ -119,8 +122,12 @@ def _unpacked(args: tuple) -> tuple[AttentionInputs, AttentionProblem, Options]:
     if len(args) <= NUM_INPUTS + NUM_OPTIONS:
         inputs, options = AttentionInputs(*args[:NUM_INPUTS]), Options(*args[NUM_INPUTS:])
         return inputs, problem_of(inputs, options), options
-    modifiers, (dropout_p, *given) = args[NUM_INPUTS:_NUM_TENSORS], args[_NUM_TENSORS:]
-    inputs, options = AttentionInputs._make((*args[:NUM_INPUTS], Modifiers(*modifiers), None)), Options(*given)
+    dropout_p, *given = args[_NUM_TENSORS:_NUM_ARGUMENTS]
+    later, kinds, size = args[_NUM_ARGUMENTS:][:1], args[_NUM_ARGUMENTS + 1 :][:1], args[_NUM_ARGUMENTS + 2 :]
+    modifiers = schema.joined(_FIRST_MODIFIERS, args[NUM_INPUTS:_NUM_TENSORS], later)
+    blocks = Blocks(kinds[0], size) if size and kinds[0] is not None else None
+    inputs = AttentionInputs._make((*args[:NUM_INPUTS], Modifiers(**modifiers), None, blocks))
+    options = Options(*given)
     return inputs, problem_of(inputs, options, dropout_p=dropout_p), options
 
 
@@ -198,15 +205,19 @@ def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> Non
     ctx.set_materialize_grads(False)
     has_modifiers = len(inputs) > NUM_INPUTS + NUM_OPTIONS
     count = _NUM_TENSORS if has_modifiers else NUM_INPUTS
-    ctx.save_for_backward(*output, *inputs[:count])
-    ctx.options = inputs[count:]
+    ctx.options = inputs[count:_NUM_ARGUMENTS]
+    later, ctx.block_size = inputs[_NUM_ARGUMENTS:][:2], inputs[_NUM_ARGUMENTS + 2 :]
+    ctx.num_later = len(later)
+    ctx.save_for_backward(*output, *inputs[:count], *later)
     if has_modifiers:
         ctx.constant = tuple(t is not None and not t.requires_grad for t in (inputs[place] for place in _TERMS))
 
 
 def autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     out, lse, *tensors = ctx.saved_tensors
-    gradients: list[Tensor | None] = [None] * (len(tensors) + len(ctx.options))
+    gradients: list[Tensor | None] = [None] * (len(tensors) + len(ctx.options) + len(ctx.block_size))
+    first = len(tensors) - ctx.num_later
+    tensors, later = tensors[:first], tensors[first:]
     if dout is None and dlse is None:
         return tuple(gradients)
     goes_directly = is_direct(dout, dlse, out, *tensors[:3])
@@ -216,7 +227,7 @@ def autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
         gradients[:4] = found if tensors[3] is not None else (*found[:3], None)
         return tuple(gradients)
     run = _modified_backward if goes_directly else OPERATORS.attention_modified_backward
-    found = run(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options)
+    found = run(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options, *later, *ctx.block_size)
     for place, gradient, is_constant in zip(_PLACES, found, (False,) * 4 + ctx.constant, strict=True):
         if tensors[place] is not None and not is_constant:
             gradients[place] = gradient

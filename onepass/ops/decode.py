@@ -46,11 +46,14 @@ _NUM_TENSORS = len(TENSORS)
 # tensor arguments have the order of `DecodeInputs`
 _TENSORS = schema.arguments(DecodeInputs, _NUM_TENSORS)
 _BEFORE_NEW, _, _ = _TENSORS.partition(", Tensor? k_new")
-_MODIFIERS = ", ".join(f"Tensor? {name}" for name in MODIFIERS)
+_FIRST_MODIFIERS = tuple(name for name in MODIFIERS if name not in schema.LATER)
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
-for _name, _more in (("decode", ""), ("decode_modified", f"{_MODIFIERS}, ")):
-    _rest = f"{_more}{schema.arguments(Options)}) -> (Tensor out, Tensor lse)"
+for _name, _more, _later in (
+    ("decode", "", ""),
+    ("decode_modified", f"{schema.tensors(_FIRST_MODIFIERS)}, ", f", {schema.tensors(schema.LATER)}"),
+):
+    _rest = f"{_more}{schema.arguments(Options)}{_later}) -> (Tensor out, Tensor lse)"
     torch.library.define(qualified(_name), f"({_BEFORE_NEW}, {_rest}", tags=_TAGS)
     _caches = _BEFORE_NEW.replace("Tensor k_cache, Tensor v_cache", "Tensor(a!) k_cache, Tensor(b!) v_cache")
     _append = f"({_caches}, Tensor k_new, Tensor v_new, {_rest}"
@@ -75,20 +78,24 @@ def run(problem: DecodeProblem, inputs: DecodeInputs, backend: str) -> tuple[Ten
     )
     tensors = inputs.tensors
     given, modifiers = tensors[:_NUM_TENSORS], tensors[_NUM_TENSORS:]
+    first, later = schema.split(dict(zip(MODIFIERS, modifiers, strict=True))) if modifiers else ((), ())
     if inputs.seqlen_new:
         operator = OPERATORS.decode_modified_append if modifiers else OPERATORS.decode_append
-        return operator(*given, *modifiers, *options)
+        return operator(*given, *first, *options, *later)
     operator = OPERATORS.decode_modified if modifiers else OPERATORS.decode
-    return operator(*given[:-2], *modifiers, *options)
+    return operator(*given[:-2], *first, *options, *later)
 
 
 def _unpacked(args: tuple, count: int) -> tuple[DecodeInputs, DecodeProblem, Options]:
     """The tensors, the problem and the options of an operator. Args: count: the number of its tensors."""
-    tensors, options = args[:count], Options(*args[count:])
+    end = count + len(Options._fields)
+    tensors, options, later = args[:count], Options(*args[count:end]), args[end:]
     if count <= _NUM_TENSORS:
         inputs = DecodeInputs(*tensors)
     else:
-        inputs = DecodeInputs(*tensors[: -len(MODIFIERS)]).with_modifiers(tensors[-len(MODIFIERS) :])
+        first = len(tensors) - len(_FIRST_MODIFIERS)
+        modifiers = schema.joined(_FIRST_MODIFIERS, tensors[first:], later)
+        inputs = DecodeInputs(*tensors[:first]).with_modifiers(tuple(modifiers[name] for name in MODIFIERS))
     mask = Mask(options.window_left, options.window_right)
     attention = inputs.attention(softmax_scale=options.softmax_scale, mask=mask, softcap=options.softcap)
     problem = DecodeProblem.of(
@@ -139,6 +146,6 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
     raise UnsupportedError("onepass: attention over a cache cannot run under torch.vmap: it already takes a batch")
 
 
-for _name, _count in (("decode", _NUM_TENSORS), ("decode_modified", _NUM_TENSORS + len(MODIFIERS))):
+for _name, _count in (("decode", _NUM_TENSORS), ("decode_modified", _NUM_TENSORS + len(_FIRST_MODIFIERS))):
     _register(_name, _count - 2)  # without new keys and values
     _register(f"{_name}_append", _count)

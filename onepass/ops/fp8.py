@@ -65,7 +65,7 @@ def arguments_of(inputs: AttentionInputs, quantization: Quantization, options: a
 def _unpacked(args: tuple) -> tuple[AttentionInputs, AttentionProblem, attention.Options]:
     options, rest = attention.Options(*args[NUM_INPUTS:][:NUM_OPTIONS]), args[NUM_INPUTS + NUM_OPTIONS :]
     count = len(Descales._fields)
-    inputs = AttentionInputs._make((*args[:NUM_INPUTS], None, Descales(*rest[:count])))
+    inputs = AttentionInputs._make((*args[:NUM_INPUTS], None, Descales(*rest[:count]), None))
     return inputs, attention.problem_of(inputs, options, Quantization(*rest[count:])), options
 
 

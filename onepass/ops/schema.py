@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -14,6 +16,27 @@ _TYPES = {
     bool: "bool",
     str: "str",
 }
+
+# Tensors that came later than the others of an operator are its last arguments, which exported programs do not give.
+LATER = ("query_ranges",)
+
+
+def tensors(names: Iterable[str]) -> str:
+    """Tensors that may be None as arguments of an operator."""
+    return ", ".join(f"Tensor? {name}{'=None' if name in LATER else ''}" for name in names)
+
+
+def split(given: Mapping[str, Any]) -> tuple[list, list]:
+    """The values of those names that are not in `LATER`, and of those that are, up to the last one that is given."""
+    later = [given[name] for name in LATER]
+    while later and later[-1] is None:
+        later.pop()
+    return [value for name, value in given.items() if name not in LATER], later
+
+
+def joined(names: Iterable[str], values: Iterable[Any], later: Iterable[Any]) -> dict[str, Any]:
+    """The values of these names, and of `LATER` (None where torch has left out a default), by their names."""
+    return dict(zip(names, values, strict=True)) | dict.fromkeys(LATER) | dict(zip(LATER, later, strict=False))
 
 
 def arguments(fields: type, count: int | None = None) -> str:

@@ -18,8 +18,9 @@ class TensorRule(NamedTuple):
     Attributes:
         dtypes: of the tensor. If there is one, a shape that `warmup` is given stands for a tensor of this dtype.
         shapes: the words for the sizes that each dimension may have, for each number of dimensions: "batch" entries or
-            sequences, "heads" of q, "rows" of q, "positions" (rows; any number if queries have q_positions), "keys".
-            Packed sequences have no leading dimension "1|batch". (): other checks look at the shape.
+            sequences, "heads" of q, "rows" of q, "positions" (rows; any number if queries have q_positions), "keys" of
+            a sequence, "rows_k" of k or of a cache. Packed sequences have no leading dimension "1|batch", but the keys
+            of a cache have one. (): other checks look at the shape.
         has_gradient: whether it may require one.
     """
 
@@ -43,6 +44,7 @@ TENSORS = {
     "q_positions": TensorRule(INT32, _shapes("1|batch rows")),
     "alibi_slopes": TensorRule(FLOAT32, _shapes("heads", "batch heads"), has_gradient=True),
     "bias": TensorRule(SUPPORTED_DTYPES, _shapes("1|batch 1|heads 1|positions 1|keys"), has_gradient=True),
+    "query_ranges": TensorRule(INT32, _shapes("1|batch 1|heads rows_k 2")),
     # of `attention_decode`
     "cache_seqlens": TensorRule(INT32),
     "page_table": TensorRule(INT32),

@@ -93,6 +93,7 @@ class Modifiers(NamedTuple):
     q_positions: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    query_ranges: torch.Tensor | None = None
     dropout_state: torch.Tensor | None = None
 
 
@@ -109,7 +110,23 @@ def modifier_flags(modifiers: Modifiers | None) -> dict[str, Any]:
         "has_q_positions": modifiers.q_positions is not None,
         "has_alibi": modifiers.alibi_slopes is not None,
         "bias_dtype": None if modifiers.bias is None else modifiers.bias.dtype,
+        "has_query_ranges": modifiers.query_ranges is not None,
     }
+
+
+EMPTY = 0  # the kind of a block of which no query sees a key
+
+
+class Blocks(NamedTuple):
+    """The blocks of a `onepass.BlockMask`.
+
+    Attributes:
+        kinds: (batch or 1, num_heads_q or 1, blocks of queries, blocks of keys) int8, not 0 where queries see keys.
+        size: queries and keys of a block.
+    """
+
+    kinds: torch.Tensor
+    size: tuple[int, int]
 
 
 class AttentionInputs(NamedTuple):
@@ -118,6 +135,7 @@ class AttentionInputs(NamedTuple):
     Attributes:
         modifiers: None: the call has none.
         descales: of q, k and v in e4m3; None: they are not quantized.
+        blocks: None: the call has no block_mask. A call that has one has modifiers, though they may be all None.
     """
 
     q: torch.Tensor
@@ -129,6 +147,7 @@ class AttentionInputs(NamedTuple):
     seqused_k: torch.Tensor | None = None
     modifiers: Modifiers | None = None
     descales: Descales | None = None
+    blocks: Blocks | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +182,9 @@ class AttentionProblem:
     has_q_positions: bool = False
     has_alibi: bool = False
     bias_dtype: torch.dtype | None = None  # with a bias
+    has_query_ranges: bool = False
+    query_ranges_of_positions: bool = False  # they count positions of queries instead of rows of q
+    block_size: tuple[int, int] | None = None  # with a block_mask
     dropout_p: float = 0.0
     constant_slopes: bool = False  # the backward does not compute the gradient of alibi_slopes
     constant_bias: bool = False  # the backward does not compute the gradient of a bias
@@ -222,6 +244,7 @@ class AttentionProblem:
             deterministic=deterministic,
             quantization=quantization,
             dropout_p=dropout_p,
+            block_size=None if inputs.blocks is None else inputs.blocks.size,
             **modifier_flags(inputs.modifiers),
         )
 
@@ -270,6 +293,8 @@ class AttentionProblem:
         names = {
             "seqstart_k": self.has_seqstart_k,
             "key_ranges": self.has_key_ranges,
+            "query_ranges": self.has_query_ranges,
+            "block_mask": self.block_size is not None,
             "q_positions": self.has_q_positions,
             "alibi_slopes": self.has_alibi,
             "bias": self.has_bias,
@@ -280,7 +305,7 @@ class AttentionProblem:
     @property
     def has_row_ranges(self) -> bool:
         """Whether the keys that a query sees are not an interval around i + seqlen_k - seqlen_q."""
-        return self.has_key_ranges or self.has_q_positions
+        return self.has_key_ranges or self.has_query_ranges or self.has_q_positions or self.block_size is not None
 
     @property
     def has_intervals(self) -> bool:

@@ -122,6 +122,7 @@ class DecodeInputs(NamedTuple):
             has_seqused_k=True,
             is_packed=self.cu_seqlens_q is not None,
             kv_dtype=self.kv_dtype,
+            query_ranges_of_positions=self.modifiers is not None and self.modifiers.query_ranges is not None,
             **modifier_flags(self.modifiers),
             **options,
         )
@@ -189,7 +190,7 @@ class DecodeProblem:
 
         Where a tensor or the size of a split goes with the length of the cache, it is the problem itself.
         """
-        if self.is_paged or self.attention.is_packed or self.attention.has_bias:
+        if self.is_paged or self.attention.is_packed or self.attention.has_bias or self.attention.has_query_ranges:
             return self
         if self.kv_block is not None or self.split_size is not None:
             return self

@@ -86,6 +86,25 @@ def refuse_short_bias(
         )
 
 
+def refuse_few_blocks(
+    problem: AttentionProblem, inputs: AttentionInputs, cu_q: list[int] | None, cu_k: list[int] | None
+) -> None:
+    """Raise ValueError if the block_mask of a packed call has too few blocks for a sequence.
+
+    Args: cu_q, cu_k: from `read_lengths`.
+    """
+    if inputs.blocks is None or cu_q is None or cu_k is None:
+        return
+    longest = [max((b - a for a, b in itertools.pairwise(cu)), default=0) for cu in (cu_q, cu_k)]
+    needed = [-(-length // size) for length, size in zip(longest, inputs.blocks.size, strict=True)]
+    given = inputs.blocks.kinds.shape[2:]
+    if any(have < least for have, least in zip(given, needed, strict=True)):
+        raise ValueError(
+            f"block_mask: expected at least {needed[0]} x {needed[1]} blocks of {inputs.blocks.size} for the longest "
+            f"sequences, got {given[0]} x {given[1]}"
+        )
+
+
 def read_values(
     problem: AttentionProblem, inputs: AttentionInputs
 ) -> tuple[list[int] | None, list[int] | None, list[int] | None, list[int] | None]:
@@ -96,6 +115,7 @@ def read_values(
     cu_q, cu_k, used = read_lengths(problem, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
     starts = read_starts(problem, inputs.modifiers and inputs.modifiers.seqstart_k, cu_k, used)
     refuse_short_bias(problem, inputs.modifiers and inputs.modifiers.bias, cu_k, used)
+    refuse_few_blocks(problem, inputs, cu_q, cu_k)
     return cu_q, cu_k, used, starts
 
 

@@ -150,7 +150,7 @@ class Call:
                 rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], end)
                 one = reference.Reference(oracle.out[None, rows], oracle.lse[None, :, rows])
                 tensors = q[None, rows], k[None, keys], v[None, keys], dout[None, rows], dlse[None, :, rows]
-                own = reference.of_sequence(options, b, rows, keys.stop - keys.start) | {"first_entry": b}
+                own = reference.of_sequence(options, b, rows, keys) | {"first_entry": b}
                 for name, sequence_terms in rounding_terms(*tensors, one, **own).items():
                     # dsinks is a sum over sequences, and so may others be; each row of q, k and v belongs to one
                     if "dsinks" in name:

@@ -116,7 +116,10 @@ def modifiers_of_entry(modifiers: Modifiers, entry: int, queries: slice | None, 
     def own(t: Tensor | None) -> Tensor | None:
         return None if t is None else t[entry : entry + 1] if t.shape[0] > 1 else t
 
-    start, ranges, positions, slopes, bias = modifiers[:-1]
+    start, ranges, positions, slopes, bias, query_ranges = modifiers[:-1]
+    query_ranges = own(query_ranges)
+    if query_ranges is not None:
+        query_ranges = query_ranges[:, :, :num_keys]
     if queries is None:
         ranges, positions, bias = own(ranges), own(positions), own(bias)
     else:
@@ -128,7 +131,7 @@ def modifiers_of_entry(modifiers: Modifiers, entry: int, queries: slice | None, 
     if bias is not None and bias.shape[-1] > 1:
         bias = bias[..., :num_keys]
     slopes = own(slopes) if slopes is not None and slopes.dim() == 2 else slopes
-    return Modifiers(own(start), ranges, positions, slopes, bias)
+    return Modifiers(own(start), ranges, positions, slopes, bias, query_ranges)
 
 
 def _forward_split(

@@ -1,6 +1,8 @@
 """Changes to the scores of a group of heads other than scale, softcap and window.
 
 key_ranges, q_positions     the keys that each query sees: one interval per query, [low, high)
+query_ranges                the queries that see each key: one interval per key
+block_mask                  blocks of queries and keys of which no query sees a key
 alibi_slopes, bias          terms that are added to scores, after the softcap
 dropout                     probabilities that are left out of the product with V
 """
@@ -16,7 +18,7 @@ from torch import Tensor
 from ..geometry import philox
 from ..geometry.block_range import tiles
 from ..problem import AttentionInputs, AttentionProblem
-from ..problem.attention import NO_MODIFIERS
+from ..problem.attention import EMPTY, NO_MODIFIERS
 from .mask import Range, TilePairs
 from .scratch import Scratch
 from .sequences import HeadGroup, Sequences
@@ -49,6 +51,10 @@ class ScoreModifiers:
         self.positions = self._positions()
         # the interval of each query, see `intervals`; used with problem.has_row_ranges
         self.low, self.high = self.intervals() if problem.has_row_ranges else (self.positions, self.positions)
+        # query_ranges: the numbers that they count queries by, and the interval of each key
+        self.numbers, self.first, self.end = self._query_ranges()
+        # (entries or 1, kv heads or 1, .., blocks of queries, blocks of keys) bool, with a block_mask
+        self.seen_blocks = None if inputs.blocks is None else self._blocks(inputs.blocks.kinds)
         self.slopes = None if self.inputs.alibi_slopes is None else self._slopes(self.inputs.alibi_slopes)
         self.bias = None if self.inputs.bias is None else self._bias(self.inputs.bias)
 
@@ -95,6 +101,19 @@ class ScoreModifiers:
             high = torch.where(self.positions >= first, high, low)
         return low - first, torch.maximum(high, low) - first
 
+    def _query_ranges(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(entries or 1, 1, 1, queries), and twice (entries or 1, kv heads or 1, .., keys)."""
+        rows = torch.arange(self.seqlen_q, device=self.device).view(1, 1, 1, -1)
+        if self.inputs.query_ranges is None:
+            return rows, None, None
+        own = self._by_heads(self._batched(self.inputs.query_ranges)[:, :, self.piece.keys]).long()
+        numbers = self.positions if self.problem.query_ranges_of_positions else rows + self.piece.first_query
+        return numbers, own[..., 0], own[..., 1]
+
+    def _blocks(self, kinds: Tensor) -> Tensor:
+        """Blocks are counted in each entry, also in packed sequences."""
+        return self._by_heads(kinds if kinds.shape[0] == 1 else kinds[self.entries]) != EMPTY
+
     def _slopes(self, slopes: Tensor) -> Tensor:
         """(entries or 1, kv heads, qhead_per_kvhead, 1, 1)."""
         slopes = slopes[None] if slopes.dim() == 1 else slopes[self.entries]
@@ -118,21 +137,74 @@ class ScoreModifiers:
         start, end = int(low[seen].min()), int(high[seen].max())
         clear = bool(seen.all())
         clear_start, clear_end = int(low.max()), int(high.min())
-        found = [(a, b, not (clear and clear_start <= a and b <= clear_end)) for a, b in tiles(start, end, tile_n)]
-        return found[::-1]
+        is_clear = clear and self.first is self.seen_blocks is None
+        found = [(a, b, not (is_clear and clear_start <= a and b <= clear_end)) for a, b in tiles(start, end, tile_n)]
+        reached = self.keys_reached(queries, (0, self.seqlen_k))
+        return [tile for tile in found[::-1] if reached is None or bool(reached[tile[0] : tile[1]].any())]
+
+    def keys_reached(self, queries: Range, keys: Range) -> Tensor | None:
+        """(keys,) bool: whether some of these queries may be in the interval of a key, and in a block with it.
+
+        None: there are neither intervals nor blocks.
+        """
+        reached = None
+        if self.first is not None and self.end is not None:
+            lowest, highest = torch.aminmax(self.numbers[..., slice(*queries)])
+            first, end = (x[..., slice(*keys)] for x in (self.first, self.end))
+            found = (first <= highest) & (end > lowest) & (first < end)
+            reached = found.flatten(0, -2).any(0)
+        if self.seen_blocks is not None:
+            of_queries, of_keys = self._numbers_of_blocks(queries, keys)
+            blocks = self.seen_blocks[..., of_queries[0] : of_queries[-1] + 1, :].flatten(0, -2).any(0)
+            reached = blocks[of_keys] if reached is None else reached & blocks[of_keys]
+        return reached
+
+    def _numbers_of_blocks(self, queries: Range, keys: Range) -> tuple[Tensor, Tensor]:
+        """The numbers of the blocks that queries and keys belong to."""
+        assert self.problem.block_size is not None
+        ranges = (queries, self.piece.first_query), (keys, self.piece.first_key)
+        of_queries, of_keys = (
+            torch.arange(first + a, first + b, device=self.device) // size
+            for ((a, b), first), size in zip(ranges, self.problem.block_size, strict=True)
+        )
+        return of_queries, of_keys
 
     def sees(self, queries: Range, keys: Range) -> bool:
         """Whether some of these queries see some of the keys."""
         low, high = (x[..., slice(*queries)] for x in (self.low, self.high))
+        reached = self.keys_reached(queries, keys)
+        if reached is not None and not bool(reached.any()):
+            return False
         return bool(((low < keys[1]) & (high > keys[0]) & (low < high)).any())
 
     def outside(self, queries: Range, keys: Range) -> Tensor | None:
-        """Boolean tile, True where a key is outside of a query's interval; None if intervals hold all pairs."""
-        low, high = (x[..., slice(*queries), None] for x in (self.low, self.high))
-        if not self.problem.has_row_ranges or (int(low.max()) <= keys[0] and keys[1] <= int(high.min())):
+        """Boolean tile, True where a key or a query is outside of the other's interval; None if no pair is."""
+        if not self.problem.has_row_ranges:
             return None
+        by_key = self.outside_of_keys(queries, keys)
+        low, high = (x[..., slice(*queries), None] for x in (self.low, self.high))
+        if int(low.max()) <= keys[0] and keys[1] <= int(high.min()):
+            return by_key
         j = torch.arange(*keys, device=self.device)
-        return (j < low) | (j >= high)
+        hidden = (j < low) | (j >= high)
+        return hidden if by_key is None else hidden | by_key
+
+    def outside_of_keys(self, queries: Range, keys: Range) -> Tensor | None:
+        """Boolean tile, True where a query is outside of a key's interval or blocks; None if no query is."""
+        hidden = None
+        if self.seen_blocks is not None:
+            of_queries, of_keys = self._numbers_of_blocks(queries, keys)
+            hidden = ~self.seen_blocks[..., of_queries[:, None], of_keys]
+            hidden = hidden if bool(hidden.any()) else None
+        if self.first is None or self.end is None:
+            return hidden
+        i = self.numbers[..., slice(*queries), None]
+        first, end = (x[..., None, slice(*keys)] for x in (self.first, self.end))
+        lowest, highest = torch.aminmax(i)
+        if bool(((first <= lowest) & (end > highest)).all()):
+            return hidden
+        by_interval = (i < first) | (i >= end)
+        return by_interval if hidden is None else hidden | by_interval
 
     # ---------------------------------------------------------------- scores
 

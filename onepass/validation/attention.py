@@ -20,7 +20,8 @@ import torch
 from ..kernels.config import ForwardConfigSm80, ForwardConfigSm90
 from ..kernels.config.arch import frames_to_caller
 from ..problem import AttentionInputs, AttentionProblem, Mask
-from ..problem.attention import NO_KEYS
+from ..problem.attention import NO_KEYS, NO_MODIFIERS
+from .block_mask import blocks_of_call
 from .modifiers import check_dropout, check_modifiers, given_modifiers, refuse_modifiers
 from .scalars import check_flag, check_int, check_real
 from .tensors import (
@@ -160,8 +161,10 @@ def check_attention(
     expected and what was given. Nothing has been computed or changed when it raises.
     """
     given = given_modifiers(options)
+    block_mask = options.pop("block_mask", None)
     if precision is not None:
-        refuse_modifiers(f"with precision={precision!r}", given, dropout_p)
+        with_mask = given | ({} if block_mask is None else {"block_mask": block_mask})
+        refuse_modifiers(f"with precision={precision!r}", with_mask, dropout_p)
     check_tensors({"q": q, "k": k, "v": v})
     cu_seqlens_q = cu_seqlens_k = num_keys = None
     if has_offsets(options):
@@ -173,10 +176,16 @@ def check_attention(
         num_keys = k.shape[1]
     checked = checked_options(q, **options)
     dropout_p = check_dropout(dropout_p)
-    modifiers = check_modifiers(q, num_keys, cu_seqlens_q, given, k.shape[-3] > 0) if given else None
+    blocks = None
+    if block_mask is not None:
+        blocks, given = blocks_of_call(block_mask, q, k, cu_seqlens_q, given)
+    modifiers = check_modifiers(q, num_keys, cu_seqlens_q, given, k.shape[-3]) if given else None
     if precision is not None:
         check_precision(precision, q)
-    inputs = AttentionInputs(q, k, v, options.get("sinks"), cu_seqlens_q, cu_seqlens_k, seqused_k, modifiers)
+    if blocks is not None and modifiers is None:
+        modifiers = NO_MODIFIERS
+    sinks = options.get("sinks")
+    inputs = AttentionInputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, modifiers, None, blocks)
     return inputs, AttentionProblem.of(inputs, **checked, dropout_p=dropout_p)
 
 

@@ -253,7 +253,9 @@ def check_quantized_call(
     **options: Any,
 ) -> tuple[AttentionInputs, AttentionProblem]:
     """`check_attention` of a call with a `QuantizedQKV`."""
-    refuse_modifiers("with a QuantizedQKV", given_modifiers(options), dropout_p)
+    given, block_mask = given_modifiers(options), options.pop("block_mask", None)
+    given |= {} if block_mask is None else {"block_mask": block_mask}
+    refuse_modifiers("with a QuantizedQKV", given, dropout_p)
     for name, value in (("k", k), ("v", v), ("precision", precision)):
         if value is not None:
             raise TypeError(f"{name}: expected None with a QuantizedQKV, got {type(value).__name__}")

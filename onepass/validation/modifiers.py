@@ -53,14 +53,14 @@ def check_modifiers(
     num_keys: int | None,
     cu_seqlens_q: torch.Tensor | None,
     given: dict[str, Any],
-    has_keys: bool = True,
+    rows_k: int | None = None,
 ) -> Modifiers | None:
     """The modifiers of a call whose other tensors are checked, without the state of dropout; None: it has none.
 
     Args:
         num_keys: columns of a bias that has one for each key; None: any number of them.
         given: those of the arguments `NAMES` that the call has.
-        has_keys: whether k has any rows.
+        rows_k: rows of k; None: the call has a cache, with `num_keys` rows for each sequence.
     """
     if not given:
         return None
@@ -73,16 +73,18 @@ def check_modifiers(
         "rows": rows,
         "positions": None if "q_positions" in given else rows,
         "keys": num_keys,
+        "rows_k": num_keys if rows_k is None else rows_k,
     }
     for name, t in given.items():
         rule = TENSORS[name]
         dims = t.dim() if isinstance(t, torch.Tensor) and not t.is_nested else 0
         shape = next((shape for shape in rule.shapes if len(shape) == dims), rule.shapes[0])
-        shape = shape[1:] if is_packed and shape[0] == ("1", "batch") else shape
+        has_own_rows = rows_k is None and ("rows_k",) in shape
+        shape = shape[1:] if is_packed and shape[0] == ("1", "batch") and not has_own_rows else shape
         check_sizes(name, t, tuple(_sizes(words, sizes) for words in shape), q.device, rule.dtypes)
     if bias is not None and sizes["positions"] is None and rows and not bias.shape[-2]:
         raise ValueError(f"bias: expected at least 1 row with q_positions, got shape {shape_of(bias)}")
-    if bias is not None and num_keys is None and has_keys and not bias.shape[-1]:
+    if bias is not None and num_keys is None and rows_k and not bias.shape[-1]:
         raise ValueError(f"bias: expected at least 1 column, got shape {shape_of(bias)}")
     return Modifiers(**given)
 

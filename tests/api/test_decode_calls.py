@@ -103,6 +103,7 @@ MODIFIERS = {
     "q_positions": (1, 1),
     "alibi_slopes": (32,),
     "bias": (1, 32, 1, 65536),
+    "query_ranges": (4, 1, 65536, 2),
     "rotary_positions_q": (4, 1),
     "rotary_positions_k": (1, 1),
 }
@@ -113,6 +114,9 @@ def test_modifiers(hopper, name):
     """They are asked about like everything else, and kernels take them."""
     is_rotary = name.startswith("rotary")
     call = CALL | {name: MODIFIERS[name]} | (NEW if is_rotary else {})
+    if name == "query_ranges":
+        check_left_to_tiled(call)
+        return
     assert decode.choose_decode(on_cuda(call)).backend == "sm80"
     refused = decode.choose_decode(on_cuda(call), "sm90")
     # tables are applied before the kernel
@@ -122,6 +126,17 @@ def test_modifiers(hopper, name):
     wrong = decode_calls.with_tensors(call | {name: (7, *MODIFIERS[name][1:])})
     assert onepass.supports(**wrong).reason.startswith(f"{name}: expected shape (")
     assert onepass.supports(**decode_calls.with_tensors(call)) == (True, "tiled", onepass.supports(**tensors()).reason)
+
+
+def check_left_to_tiled(call):
+    assert decode.choose_decode(on_cuda(call)).backend == "tiled"
+    for name in ("sm90", "sm80"):
+        reason = f"backend {name}: query_ranges: expected none"
+        assert decode.choose_decode(on_cuda(call), name) == (False, name, reason)
+    assert onepass.warmup([call], workers=1) == []
+    for shape in ((7, 1, 65536, 2), (4, 1, 65535, 2)):
+        wrong = decode_calls.with_tensors(call | {"query_ranges": shape})
+        assert onepass.supports(**wrong).reason.startswith("query_ranges: expected shape (1 or 4, 1 or 32, 65536, 2)")
 
 
 def on_cuda(call):

@@ -124,6 +124,7 @@ KINDS = {
         "q_positions": torch.arange(6, dtype=INT32)[None],
         "alibi_slopes": torch.ones(4),
         "bias": torch.ones(1, 1, 6, 6),
+        "query_ranges": torch.tensor([0, 5], dtype=INT32).expand(1, 1, 6, 2),
         "dropout_p": 0.5,
     },
     "precision": {"precision": "fp8"},
@@ -143,7 +144,7 @@ def call_of_kind(kind, is_packed, **options):
     rows = [given[n].half() for n in "qkv"]
     modifiers = KINDS[kind]
     if kind == "modifiers" and is_packed:
-        in_batch = "key_ranges", "q_positions", "bias"
+        in_batch = "key_ranges", "q_positions", "bias", "query_ranges"
         modifiers = modifiers | {name: modifiers[name][0] for name in in_batch}
     if kind == "QuantizedQKV":
         rows = [onepass.quantize_fp8(*rows, **offsets), None, None]
@@ -200,6 +201,7 @@ OTHER_MODIFIERS = {
     "q_positions": lambda t: t.flip(-1),
     "alibi_slopes": lambda t: t.bfloat16() / 2,
     "bias": lambda t: t.triu(),
+    "query_ranges": lambda t: t + torch.tensor([1, 0], dtype=INT32),
 }
 
 
@@ -333,7 +335,7 @@ def any_call(rng, kind):
         numbers |= rng.choice(
             [{"causal": 1}, {"window": (2.0, 0)}, {"softcap": True}, {"return_lse": 1}, {"backend": "?"}]
         )
-    all_names = "sinks", "seqused_k", "seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias"
+    all_names = "sinks", "seqused_k", "seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias", "query_ranges"
     names = [n for n in all_names if rng.random() < 0.1 and (kind != "decode" or n != "seqused_k")]
     layouts = [rng.choice(["", "", "transposed", "sliced", "odd rows", "misaligned"]) for _ in range(3)]
     two_dims, wide, more = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.2
@@ -363,6 +365,7 @@ def any_call(rng, kind):
             "q_positions": torch.arange(rows, dtype=INT32).flip(0) + 3,
             "alibi_slopes": torch.rand((2, 4) if two_dims else (4,), generator=generator),
             "bias": randn(*lead[:1], 4 if wide else 1, 1, 16),
+            "query_ranges": torch.tensor([2, 99], dtype=INT32).expand(*lead[:1], 4 if wide else 1, keys, 2),
         }
         if lead:
             made["q_positions"] = made["q_positions"][None]

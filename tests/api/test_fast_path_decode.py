@@ -58,6 +58,7 @@ MODIFIERS = {
     "q_positions": torch.tensor([[9, 4, 6]], dtype=INT32),
     "alibi_slopes": torch.tensor([0.1, 0.3, 0.0, 0.2]),
     "bias": torch.linspace(-2, 2, 40).view(1, 1, 1, 40),
+    "query_ranges": torch.stack([torch.arange(40) // 2, torch.arange(40) + 3], -1)[None, None].int(),
 }
 
 

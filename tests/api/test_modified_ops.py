@@ -43,11 +43,16 @@ def test_opcheck(packed):
     torch.library.opcheck(torch.ops.onepass.attention_modified_forward.default, (*given, state, 0.25, *OPTIONS))
     without = *given[:7], *(None,) * 5, state, 0.25, *OPTIONS
     torch.library.opcheck(torch.ops.onepass.attention_modified_forward.default, without)
+    lead = () if packed else (2,)
+    last = torch.tensor([1, 8], dtype=INT32).expand(*lead, 1, 9, 2).contiguous()
+    every = *given, state, 0.25, *OPTIONS, last
+    torch.library.opcheck(torch.ops.onepass.attention_modified_forward.default, every)
 
 
 @pytest.mark.parametrize("constant", [(False, False), (True, False), (True, True)])
-def test_opcheck_backward(constant):
-    given = *qkv(2, 9), rows(4), None, None, LENGTHS, *modifiers(), None, 0.0, *OPTIONS
+@pytest.mark.parametrize("last", [(), (torch.tensor([1, 8], dtype=INT32).expand(2, 1, 9, 2).contiguous(),)])
+def test_opcheck_backward(constant, last):
+    given = *qkv(2, 9), rows(4), None, None, LENGTHS, *modifiers(), None, 0.0, *OPTIONS, *last
     out, lse = torch.ops.onepass.attention_modified_forward(*given)
     arguments = torch.randn_like(out), torch.randn_like(lse), out, lse, *constant, *given
     torch.library.opcheck(torch.ops.onepass.attention_modified_backward.default, arguments)
@@ -65,10 +70,12 @@ def test_opcheck_over_a_cache(packed):
     q, offsets, seqlen_q = (rows(9, 4, 8), OFFSETS, 9) if packed else (rows(2, 3, 4, 8), None, 3)
     given = q, *cache(), LENGTHS, None, None, None, rows(4), None, None, offsets
     positions = None, None
-    torch.library.opcheck(
-        torch.ops.onepass.decode_modified.default,
-        (*given, *modifiers(seqlen_q=seqlen_q, packed=packed), *positions, *DECODE_OPTIONS),
-    )
+    last = torch.tensor([1, 8], dtype=INT32).expand(1, 4, 9, 2).contiguous()
+    for ranges in ((), (last,)):
+        torch.library.opcheck(
+            torch.ops.onepass.decode_modified.default,
+            (*given, *modifiers(seqlen_q=seqlen_q, packed=packed), *positions, *DECODE_OPTIONS, *ranges),
+        )
 
 
 def test_opcheck_with_new_keys():

@@ -52,6 +52,7 @@ def decode_with_new_keys(**options):
 def attention_with_modifiers(x):
     ranges, positions = torch.tensor([0, 7], dtype=INT32).expand(1, 1, 9, 2), torch.arange(9, dtype=INT32)[None]
     modifiers = {"key_ranges": ranges, "q_positions": positions, "bias": torch.ones(1, 4, 1, 9)}
+    modifiers["query_ranges"] = ranges
     return onepass.attention(Q, K, V, softmax_scale=x, alibi_slopes=torch.full((4,), 0.1), **modifiers)
 
 

@@ -55,6 +55,10 @@ OPTIONS = {
     "alibi and bias": lambda m, n: {"alibi_slopes": torch.rand(4) * 0.3, "bias": torch.randn(1, 4, 1, n)},
     "window": lambda m, n: {"window": (17, 6)},
     "window, causal": lambda m, n: {"window": (20, None), "causal": True},
+    "ranges of queries": lambda m, n: {
+        "query_ranges": torch.randint(0, m, (2, 4, n, 2), dtype=torch.int32).sort(-1).values,
+        "causal": True,
+    },
     "ranges": lambda m, n: {"key_ranges": torch.randint(0, n, (2, 4, m, 2), dtype=torch.int32).sort(-1).values},
 }
 

@@ -264,7 +264,8 @@ def test_random_calls(seed, packed, with_modifiers, monkeypatch):
 
     monkeypatch.setattr(onepass, "attention_decode", by_kernels)
     dtype = (BF16, FP16, BF16, FP32)[seed % 4]
-    random_decode_call(seed, dtype, max_keys=70, packed=packed, with_modifiers=with_modifiers).check()
+    call = random_decode_call(seed, dtype, 70, packed=packed, with_modifiers=with_modifiers, for_kernels=True)
+    call.check()
 
 
 @pytest.mark.slow

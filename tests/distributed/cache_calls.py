@@ -72,6 +72,7 @@ def random_step(seed: int) -> dict[str, Any]:
         rows=rows,
         lengths=lengths,
         columns=capacity,
+        rows_k=None,
         is_packed=is_packed,
         names=MODIFIERS,
     )

@@ -33,6 +33,7 @@ def test_one_rank_makes_the_ordinary_call(is_packed, monkeypatch):
         "seqused_k": torch.tensor([3, 2], dtype=INT32),
         "seqstart_k": torch.tensor([1, 0], dtype=INT32),
         "key_ranges": torch.tensor([0, 9], dtype=INT32).expand(*(() if is_packed else (1,)), 1, 12, 2),
+        "query_ranges": torch.tensor([0, 9], dtype=INT32).expand(*(() if is_packed else (1,)), 1, 12, 2),
         "alibi_slopes": torch.ones(8),
         "bias": torch.zeros(*(() if is_packed else (1,)), 1, 1, 12),
         "dropout_p": 0.25,

@@ -138,6 +138,12 @@ def random_call(
         options["bias"] = normal(*sizes)
     if given(0.2):
         options["dropout_p"] = rng.choice([0.1, 0.5])
+    if given(0.25):
+        shape = (rng.choice([1, heads]), total, 1)
+        shape = shape if is_packed else (rng.choice([1, batch]), *shape)
+        low = torch.randint(-3, longest + 3, shape, generator=generator)
+        high = low + torch.randint(0, longest + 1, shape, generator=generator)
+        options["query_ranges"] = torch.cat([low, high], -1).to(INT32)
     if short_ends:
         plan["chunks"] = 8
     return WholeCall(tensors, plan, options, short_ends)

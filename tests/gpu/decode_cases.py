@@ -140,7 +140,7 @@ class RandomDecodeCase:
         dtypes = torch.bfloat16, torch.float16, torch.bfloat16, torch.float16 if self.many_rows else torch.float32
         dtype, max_keys = dtypes[self.seed % 4], size(700, 100)
         options = self.many_rows, self.packed, self.with_modifiers
-        return random_decode_call(self.seed, dtype, max_keys, *options).on(device)
+        return random_decode_call(self.seed, dtype, max_keys, *options, for_kernels=True).on(device)
 
     def arguments(self, device: str = DEVICE) -> dict[str, Any]:
         return self.call(device).arguments

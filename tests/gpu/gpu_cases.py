@@ -217,7 +217,7 @@ class RandomCase:
         return f"seed {self.seed}{' with modifiers' if self.with_modifiers else ''}"
 
     def call(self, device: str = DEVICE) -> GpuCall:
-        call = random_call(self.seed, device, self.max_seqlen, self.dtype, self.with_modifiers)
+        call = random_call(self.seed, device, self.max_seqlen, self.dtype, self.with_modifiers, for_kernels=True)
         return GpuCall(call.tensors, call.options, call.seed)
 
 

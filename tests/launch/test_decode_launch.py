@@ -166,7 +166,7 @@ def test_a_repeated_call_launches_what_a_call_of_its_own_does(launched, name, mo
         pytest.skip("the kernel takes no such calls")
     inputs, other = inputs_of(**given), inputs_of(**given)
     if start is not None:
-        inputs = inputs.with_modifiers((torch.tensor(start, dtype=INT32), *(None,) * 6))
+        inputs = inputs.with_modifiers((torch.tensor(start, dtype=INT32), *(None,) * 7))
     problem = check_decode(inputs, **(OPTIONS | options))
     launch = module.prepare(problem, torch.device("cpu"))
     run = launch.repeated(inputs)

@@ -68,7 +68,7 @@ def test_bounds_are_computed_once_for_what_shares_them(lead, given, entries, hea
     assert bounds.data_ptr() == computed.data_ptr()
 
 
-@pytest.mark.parametrize("name", [*Modifiers._fields, None])
+@pytest.mark.parametrize("name", [*(name for name in Modifiers._fields if name != "query_ranges"), None])
 def test_each_modifier_alone_reaches_the_kernel(name):
     given = {
         "seqstart_k": LENGTHS[:2],

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from random_calls import edges_of, heads_or_none, some_side_negative
-from random_modifiers import NAMES, random_modifiers, with_layout_on
+from random_modifiers import NAMES, OF_KERNELS, random_modifiers, with_layout_on
 from torch import Tensor
 
 import onepass
@@ -107,15 +107,20 @@ class DecodeCall:
         """The options of the attention of a batch entry, as a batch of one."""
         options = {name: self.arguments[name] for name in ATTENTION_OPTIONS if name in self.arguments}
         options, keys = {"causal": True} | options, self.filled[b] + self.seqlen_new
+        ranges, of_keys = options.pop("query_ranges", None), {}
+        if ranges is not None:
+            own = ranges[b : b + 1] if len(ranges) > 1 else ranges
+            of_keys = {"query_ranges": own[:, :, :keys], "query_ranges_of_positions": True}
         offsets = self.arguments.get("cu_seqlens_q")
         if offsets is not None:
-            return reference.of_sequence(options, b, slice(int(offsets[b]), int(offsets[b + 1])), keys)
+            rows = slice(int(offsets[b]), int(offsets[b + 1]))
+            return reference.of_sequence(options, b, rows, slice(0, keys)) | of_keys
         for name in set(MODIFIERS) & set(options):
             own = options[name]
             has_batch = own.dim() == 2 if name == "alibi_slopes" else len(own) > 1
             own = own[b : b + 1] if has_batch else own
             options[name] = own[..., :keys] if name == "bias" and own.shape[-1] > 1 else own
-        return options
+        return options | of_keys
 
     def _start(self, b: int) -> int:
         """The first key of an entry's sequence."""
@@ -220,6 +225,7 @@ def random_decode_call(
     many_rows: bool = False,
     packed: bool = False,
     with_modifiers: bool = True,
+    for_kernels: bool = False,
 ) -> DecodeCall:
     """A random call of `attention_decode` on the CPU; equal arguments give equal calls.
 
@@ -229,6 +235,7 @@ def random_decode_call(
         packed: whether q packs sequences of different lengths, some of length 0, with rows behind them. There are no
             new keys and no rotation then.
         with_modifiers: also draw what `random_modifiers` does, and rotary positions.
+        for_kernels: but not what no kernel takes.
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype = dtype or rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -316,11 +323,11 @@ def random_decode_call(
         if rng.random() < 0.5:  # it is only a hint: a sequence may have more queries
             arguments["max_seqlen_q"] = rng.choice([max(counts), max(counts), 1])
     if with_modifiers:
-        _add_modifiers(call)
+        _add_modifiers(call, [name for name in MODIFIERS if name in OF_KERNELS or not for_kernels])
     return call
 
 
-def _add_modifiers(call: DecodeCall) -> None:
+def _add_modifiers(call: DecodeCall, names: list[str]) -> None:
     arguments, filled, seqlen_new = call.arguments, call.filled, call.seqlen_new
     q, cache, table = arguments["q"], arguments["k_cache"], arguments.get("page_table")
     capacity = cache.shape[1] if table is None else table.shape[1] * cache.shape[1]
@@ -331,8 +338,9 @@ def _add_modifiers(call: DecodeCall) -> None:
         rows=q.shape[-3],
         lengths=[n + seqlen_new for n in filled],
         columns=capacity,
+        rows_k=None,
         is_packed="cu_seqlens_q" in arguments,
-        names=MODIFIERS,
+        names=names,
     )
     rng, generator = random.Random(f"{call.seed}, rotary"), torch.Generator().manual_seed(call.seed)
     if "rotary_cos" in arguments:

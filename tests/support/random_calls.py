@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import torch
-from random_modifiers import random_modifiers, with_layout_on
+from random_modifiers import NAMES, OF_KERNELS, random_modifiers, with_layout_on
 from torch import Tensor
 
 from onepass.testing import Call
@@ -53,10 +53,13 @@ def random_call(
     max_seqlen: int = 160,
     dtype: torch.dtype | None = None,
     with_modifiers: bool = True,
+    for_kernels: bool = False,
 ) -> Call:
     """A random call over all options; equal arguments give equal calls.
 
-    Args: with_modifiers: also draw what `random_modifiers` does. All other arguments of the call are the same.
+    Args:
+        with_modifiers: also draw what `random_modifiers` does. All other arguments of the call are the same.
+        for_kernels: but not what no kernel takes.
     """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -134,7 +137,9 @@ def random_call(
             rows=q.shape[-3],
             lengths=lengths_k,
             columns=columns,
+            rows_k=k.shape[-3],
             is_packed="cu_seqlens_q" in options,
+            names=OF_KERNELS if for_kernels else NAMES,
         )
         options |= {n: with_layout_on(x, device) if isinstance(x, Tensor) else x for n, x in modifiers.items()}
     return Call({"q": q, "k": k, "v": v}, options, seed)

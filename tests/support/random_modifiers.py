@@ -1,4 +1,4 @@
-"""Random arguments that few calls have: ranges of keys, positions, left padding, ALiBi, bias and dropout."""
+"""Random arguments that few calls have: ranges of keys and queries, positions, left padding, ALiBi, bias, dropout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAMES = ("seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias", "dropout_p")
+NAMES = ("seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias", "query_ranges", "dropout_p")
+OF_KERNELS = tuple(name for name in NAMES if name != "query_ranges")
 
 
 def random_modifiers(
@@ -20,6 +21,7 @@ def random_modifiers(
     rows: int,
     lengths: Sequence[int],
     columns: int,
+    rows_k: int | None,
     is_packed: bool,
     names: Sequence[str] = NAMES,
 ) -> dict[str, Any]:
@@ -30,12 +32,14 @@ def random_modifiers(
         rows: seqlen_q, or total_q of packed queries.
         lengths: the number of keys of each batch entry or sequence.
         columns: of a bias that has one for each key.
-        names: which arguments there may be.
+        rows_k: rows of k, total_k of packed sequences; None: the call has a cache of as many keys as columns.
+        names: which arguments there may be. The others do not depend on whether query_ranges is among them.
     """
     rng, generator = random.Random(f"{seed}, modifiers"), torch.Generator().manual_seed(seed)
     if rng.random() < 0.5:
         return {}
-    chosen = {name for name in names if rng.random() < 0.35} or {rng.choice(names)}
+    first = [name for name in names if name != "query_ranges"]
+    chosen = {name for name in first if rng.random() < 0.35} or {rng.choice(first)}
     batch, num_positions = len(lengths), max(rows, columns) + 3
     lead = () if is_packed else (rng.choice([1, batch]),)
     found: dict[str, Any] = {}
@@ -70,6 +74,14 @@ def random_modifiers(
         found["bias"] = bias.to(rng.choice([dtype, dtype, torch.float32]))
     if "dropout_p" in chosen:
         found["dropout_p"] = rng.choice([0.1, 0.5, 0.9])
+    own = random.Random(f"{seed}, query ranges")
+    if "query_ranges" in names and own.random() < 0.35:
+        has_cache = rows_k is None
+        lead = () if is_packed and not has_cache else (own.choice([1, batch]),)
+        end = columns if has_cache or "q_positions" in found else rows  # of what they count: positions, or rows of q
+        low = integers(-3, end + 1, (*lead, own.choice([1, heads]), columns if rows_k is None else rows_k, 1))
+        low = low.sort(-2).values if own.random() < 0.5 else low
+        found["query_ranges"] = torch.cat([low, low + integers(0, end + 3, low.shape)], -1)
     return {n: _laid_out(layouts, x) if isinstance(x, Tensor) and x.dim() > 1 else x for n, x in found.items()}
 
 

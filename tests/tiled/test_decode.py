@@ -123,7 +123,7 @@ def test_random_calls_cover_the_options():
     of_e4m3 = {"k_descale", "v_descale", "kv_block"}
     splits = {"num_splits", "split_size"}
     options = {"causal", "window", "softcap", "softmax_scale", "sinks", "page_table"}
-    modifiers = {"seqstart_k", "key_ranges", "q_positions", "alibi_slopes", "bias"}
+    modifiers = {"seqstart_k", "key_ranges", "query_ranges", "q_positions", "alibi_slopes", "bias"}
     rotary_positions = {"rotary_positions_q", "rotary_positions_k"}
     assert set(counts) == required | new | of_e4m3 | splits | options | modifiers | rotary_positions
     assert min(counts[name] for name in set(counts) - of_e4m3 - rotary_positions) >= 30

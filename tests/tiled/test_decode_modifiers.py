@@ -77,6 +77,22 @@ def test_it_is_attention_over_the_filled_keys(name, causal):
             same(actual, right)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_ranges_of_queries_hold_from_step_to_step(is_packed):
+    """They count positions: each step over a growing cache gives a row of the whole attention with the same ranges."""
+    q, low = randn(2, 40, 4, 8, seed=6), torch.arange(40) * 3 % 17 - 2
+    ranges = torch.stack([low, low + 25], -1).int().expand(2, 4, 40, 2).contiguous()
+    ranges[1, 2] = int32(5, 30)
+    whole = onepass.attention(q, K, V, causal=True, query_ranges=ranges, return_lse=True)
+    for filled, rows in ((1, 1), (6, 3), (23, 5), (40, 2)):
+        lengths, first = int32(filled, filled), filled - rows
+        step = q[:, first:filled]
+        given = {"q": step.flatten(0, 1), "cu_seqlens_q": int32(0, rows, 2 * rows)} if is_packed else {"q": step}
+        out, lse = decode(cache_seqlens=lengths, query_ranges=ranges, **given)
+        same(out.view(2, rows, 4, 6), whole.out[:, first:filled])
+        same(lse.unflatten(-1, (2, rows)).transpose(0, 1) if is_packed else lse, whole.lse[:, :, first:filled])
+
+
 @pytest.mark.parametrize("name", MODIFIERS)
 def test_packed_queries_are_those_of_each_sequence(name):
     counts, given = (3, 2), MODIFIERS[name]

@@ -139,6 +139,9 @@ MASKS = {
     "keys that nobody sees": {"window": (None, -3)},
     "window": {"window": (3, 2)},
     "ranges": {"key_ranges": torch.tensor([[4, 9], [0, 20], [15, 11]], dtype=INT32).repeat(8, 1)[None, None]},
+    "ranges of queries": {
+        "query_ranges": torch.tensor([[4, 9], [0, 20], [15, 11], [10, 24]], dtype=INT32).repeat(6, 1)[None, None]
+    },
     "a head that sees nothing": {
         "key_ranges": torch.tensor([0, 24] * 4, dtype=INT32).view(1, 4, 1, 2).repeat(1, 1, 24, 1)
     },

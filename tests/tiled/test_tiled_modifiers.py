@@ -57,6 +57,10 @@ def random_options(rng, batch, seqlen_q, seqlen_k, heads):
     if given(0.3):
         options["dropout_p"] = rng.choice([0.1, 0.5])
         options["dropout_state"] = torch.tensor([rng.getrandbits(60), rng.getrandbits(40)])
+    if given(0.3):
+        low = torch.randint(-3, seqlen_q + 3, (rng.choice([1, batch]), rng.choice([1, heads]), seqlen_k, 1))
+        low = low.sort(2).values if given(0.5) else low
+        options["query_ranges"] = torch.cat([low, low + torch.randint(0, seqlen_q + 1, low.shape)], -1).int()
     return options
 
 
@@ -176,6 +180,31 @@ def check_hidden_values(rng, problem, inputs, options, run, clean_results, douts
             assert not results[0].transpose(1, 2)[~is_clean].isfinite().any(), message
     for actual, clean in zip(gradients(problem, wild, *results, *douts, *sizes), clean_gradients, strict=True):
         torch.testing.assert_close(actual, clean, rtol=1e-6, atol=1e-6, msg=f"{message}: gradients")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiles_that_no_query_sees_are_not_visited(is_causal, monkeypatch):
+    """Documents of two tiles as ranges of queries; half of the last one's keys are seen by nobody."""
+    visited, real = [], tiled.modifiers.ScoreModifiers.modify_scores_
+
+    def counting(self, scores, window, queries, keys):
+        visited.append((queries[0] // 8, keys[0] // 8))
+        return real(self, scores, window, queries, keys)
+
+    monkeypatch.setattr(tiled.modifiers.ScoreModifiers, "modify_scores_", counting)
+    q, k, v = (torch.randn(1, 48, 2, 8, dtype=DTYPE) for _ in range(3))
+    low = torch.arange(48) // 16 * 16
+    ranges = torch.stack([low, low + 16], -1)[None, None].int()
+    ranges[:, :, 40:] = torch.tensor([33, 33])
+    inputs = AttentionInputs(q, k, v, *[None] * 4, Modifiers(query_ranges=ranges))
+    mask = Mask.from_options(is_causal, None)
+    problem = AttentionProblem.of(inputs, softmax_scale=0.3, mask=mask, softcap=None, deterministic=False)
+    expected = {(m, n) for m in range(6) for n in range(5) if m // 2 == n // 2 and (n <= m or not is_causal)}
+    out, lse = forward(problem, inputs, TileSizes(8, 8, 1))
+    assert sorted(visited) == sorted([*expected, *expected])  # of both heads
+    visited.clear()
+    gradients(problem, inputs, out, lse, torch.ones_like(out), None, TileSizes(8, 8, 2))
+    assert sorted(visited) == sorted(expected)
 
 
 def test_dropout_of_some_heads_of_a_call():

@@ -88,7 +88,8 @@ def test_probes_use_the_features_that_they_are_named_after():
     assert probes["GQA / MQA"]["k"].shape[2] < probes["GQA / MQA"]["q"].shape[2]
     assert probes["head_dim_v != head_dim"]["v"].shape[3] != probes["head_dim_v != head_dim"]["k"].shape[3]
     given = [
-        *("causal", "window", "softcap", "sinks", "seqused_k", "seqstart_k", "key_ranges", "q_positions"),
+        *("causal", "window", "softcap", "sinks", "seqused_k", "seqstart_k", "key_ranges", "query_ranges"),
+        *("q_positions",),
         *("alibi_slopes", "bias", "dropout_p", "cu_seqlens_q", "return_lse", "deterministic"),
     ]
     assert set(given) <= {name for call in probes.values() for name in call}

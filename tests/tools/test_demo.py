@@ -295,6 +295,12 @@ def test_masks_of_the_cookbook_are_what_the_page_says():
     found = module["probabilities"]()
     i, j = torch.arange(12)[:, None], torch.arange(12)
     document = torch.tensor([0] * 3 + [1] * 5 + [2] * 4)
+    image = torch.tensor([-1, -2, 0, 0, 0, 0, -3, -4, 1, 1, 1, -5])
+    rollout = torch.tensor([0] * 4 + [1] * 3 + [2] * 3 + [3] * 2)
+    parents, above = [-1, 0, 1, 2, 1, 4, 4, 0, 7, 8, 7, 10], torch.eye(12, dtype=torch.bool)
+    for node, parent in enumerate(parents[1:], 1):
+        above[node] |= above[parent]
+    block, is_noisy = torch.arange(12) % 6 // 2, torch.arange(12) < 6
     expected = {
         "causal": j <= i,
         "chunk": (j <= i)[-5:],
@@ -303,6 +309,14 @@ def test_masks_of_the_cookbook_are_what_the_page_says():
         "prefix": (j < 4) | (j <= i),
         "documents": (j <= i) & (document[:, None] == document),
         "chunks": (j <= i) & (i // 4 == j // 4),
+        "images": (j <= i) | (image[:, None] == image),
+        "rollouts": (j <= i) & ((j < 4) | (rollout[:, None] == rollout)),
+        "tree": above,
+        "block_diffusion": torch.where(
+            is_noisy,
+            (block[:, None] == block) & is_noisy[:, None],
+            torch.where(is_noisy[:, None], block[:, None] > block, block[:, None] >= block),
+        ),
         "right_padding": (j < 9).expand(12, 12),
         "left_padding": (j <= i) & (j >= 3),
         "alibi": j <= i,

@@ -32,7 +32,7 @@ HINTS = {
     "key_padding_mask": "seqstart_k hides padding at the beginning; causal attention needs nothing",
     "attention_mask": "onepass.compat.sdpa takes a mask",
     "score_mod": "alibi_slopes, softcap and bias change scores",
-    "block_mask": "key_ranges and packed sequences say which keys are visible",
+    "mask_mod": "query_ranges and packed sequences say which keys are visible",
     "need_weights": "the probabilities never exist in memory",
     "sliding_window": r"window=\(sliding_window - 1, 0\) says it here",
     "softmax_scal": r"did you mean softmax_scale\?",

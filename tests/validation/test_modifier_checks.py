@@ -22,6 +22,10 @@ def tensors():
         ({"seqstart_k": torch.tensor([0, 7], dtype=torch.int32)}, ValueError, r"seqstart_k\[1\]: expected 0 to 6"),
         ({"key_ranges": torch.zeros(1, 1, 6, dtype=torch.int32)}, ValueError, "key_ranges: expected shape"),
         ({"key_ranges": torch.zeros(1, 1, 6, 2)}, TypeError, "key_ranges: expected dtype int32, got float32"),
+        ({"query_ranges": torch.zeros(1, 1, 5, 2).int()}, ValueError, r"query_ranges: .* \(1 or 2, 1 or 4, 6, 2\)"),
+        ({"query_ranges": torch.zeros(1, 1, 6, 2).long()}, TypeError, "query_ranges: expected dtype int32, got int64"),
+        ({"query_ranges": torch.zeros(1, 1, 6, 2, device="meta").int()}, ValueError, "query_ranges: expected device"),
+        ({"query_ranges": torch.zeros(1, 1, 6, 2).int(), "precision": "fp8"}, UnsupportedError, "query_ranges: expec"),
         ({"q_positions": torch.zeros(2, 5, dtype=torch.int32)}, ValueError, r"q_positions: .* \(1 or 2, 6\)"),
         ({"alibi_slopes": torch.zeros(3)}, ValueError, r"alibi_slopes: expected shape \(4,\), got \(3,\)"),
         ({"alibi_slopes": torch.zeros(4).double()}, TypeError, "alibi_slopes: expected dtype float32, got float64"),
@@ -40,6 +44,16 @@ def tensors():
 def test_refusals(options, error, message):
     with pytest.raises(error, match=message):
         onepass.attention(*tensors(), **options)
+
+
+def test_refusals_of_packed_sequences():
+    """The rows of query_ranges are those of k, which has others than q."""
+    q, k, v = torch.randn(6, 4, 8), *torch.randn(2, 9, 4, 8)
+    offsets = {"cu_seqlens_q": torch.tensor([0, 6]).int(), "cu_seqlens_k": torch.tensor([0, 9]).int()}
+    onepass.attention_varlen(q, k, v, **offsets, query_ranges=torch.zeros(4, 9, 2).int())
+    for shape in ((4, 6, 2), (1, 1, 9, 2)):
+        with pytest.raises(ValueError, match=r"query_ranges: expected shape \(1 or 4, 9, 2\), got"):
+            onepass.attention_varlen(q, k, v, **offsets, query_ranges=torch.zeros(shape).int())
 
 
 def decode(**options):
@@ -68,6 +82,7 @@ NEW = {"k_new": torch.zeros(2, 3, 4, 8), "v_new": torch.zeros(2, 3, 4, 8)}
         ({"seqstart_k": torch.tensor([-1, 0], dtype=INT32)}, ValueError, r"seqstart_k\[0\]: expected 0 to 6, the keys"),
         ({"key_ranges": torch.zeros(2, 4, 5, 2, dtype=INT32)}, ValueError, r"\(1 or 2, 1 or 4, 6, 2\), got \(2, 4, 5"),
         ({"key_ranges": torch.zeros(1, 1, 6, 2).long()}, TypeError, "key_ranges: expected dtype int32, got int64"),
+        ({"query_ranges": torch.zeros(2, 3, 6, 2, dtype=INT32)}, ValueError, r"query_ranges: .* \(1 or 2, 1 or 4, 6"),
         ({"q_positions": torch.zeros(6, dtype=INT32)}, ValueError, r"q_positions: expected shape \(1 or 2, 6\), got"),
         ({"alibi_slopes": torch.zeros(1, 4)}, ValueError, r"alibi_slopes: expected shape \(2, 4\), got \(1, 4\)"),
         ({"bias": torch.zeros(1, 1, 1, 5)}, ValueError, r"1 or 6, 1 or 6\), got \(1, 1, 1, 5\)"),
@@ -94,6 +109,7 @@ def test_refusals_over_a_cache(options, error, message):
     [
         ({"seqstart_k": torch.zeros(6, dtype=INT32)}, r"seqstart_k: expected shape \(2,\)"),
         ({"key_ranges": torch.zeros(1, 1, 6, 2, dtype=INT32)}, r"key_ranges: expected shape \(1 or 4, 6, 2\)"),
+        ({"query_ranges": torch.zeros(1, 18, 2, dtype=INT32)}, r"query_ranges: .* \(1 or 2, 1 or 4, 18, 2\), got"),
         ({"q_positions": torch.zeros(1, 6, dtype=INT32)}, r"q_positions: expected shape \(6,\), got \(1, 6\)"),
         ({"bias": torch.zeros(1, 6, 6)}, r"bias: expected shape \(1 or 4, 1 or 6, 1 or 18\), got \(1, 6, 6\)"),
         ({"bias": torch.zeros(1, 1, 6, 18)}, r"bias: expected shape \(1 or 4, 1 or 6, 1 or 18\)"),

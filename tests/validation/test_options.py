@@ -218,6 +218,7 @@ SHAPES = {
     "q_positions": (1, 6),
     "alibi_slopes": (4,),
     "bias": (1, 4, 6, 6),
+    "query_ranges": (2, 1, 6, 2),
 }
 
 

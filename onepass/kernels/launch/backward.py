@@ -36,7 +36,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
     for name, size in (("num_heads", problem.num_heads_q), ("batch", problem.batch)):
         if size > MAX_GRID:
             return f"{name}: expected up to {MAX_GRID}, got {size}"
-    return None
+    return modifiers.unsupported(problem)
 
 
 def without_keys(

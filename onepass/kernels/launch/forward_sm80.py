@@ -46,7 +46,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
             return f"{name}: expected up to {MAX_HEAD_DIM}, got {size}"
     if problem.softcap is None and problem.softmax_scale <= 0:
         return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
-    return None
+    return modifiers.unsupported(problem)
 
 
 def forward(

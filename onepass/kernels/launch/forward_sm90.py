@@ -56,7 +56,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
         return f"head_dim_v: expected a multiple of 16 above 128 in float32, got {problem.head_dim_v}"
     if problem.softcap is None and problem.softmax_scale <= 0:
         return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
-    return None
+    return modifiers.unsupported(problem)
 
 
 def _unsupported_fp8(problem: AttentionProblem) -> str | None:

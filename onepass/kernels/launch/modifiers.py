@@ -17,6 +17,13 @@ from .arguments import LOG2_E, element_type, score_scales, strided_tensor
 BackwardConfig = BackwardConfigSm80 | BackwardConfigSm90
 
 
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why no kernel computes the modifiers of a problem; None if kernels do."""
+    if problem.has_query_ranges:
+        return "query_ranges: expected none"
+    return "block_mask: expected none" if problem.block_size is not None else None
+
+
 def entries_of(problem: AttentionProblem) -> int:
     """Batch entries of tensors with rows: packed sequences have one."""
     return 1 if problem.is_packed else problem.batch

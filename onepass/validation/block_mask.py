@@ -1,0 +1,207 @@
+"""`BlockMask`: which tiles of a mask are empty, full or partial, as an argument of `attention`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..problem import Blocks
+from .scalars import check_int
+from .tensors import check_tensor, shape_of, short_name
+
+FULL = 2  # the kind of a block whose pairs no range hides; 1 is partial, and 0 is `EMPTY`
+UNIT = 64  # blocks have multiples of it
+BlockSize = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Blocks of queries and keys, each of which is empty, partial or full.
+
+        mask = onepass.BlockMask.from_blocks(is_kept, (64, 64))  # is_kept: (batch, num_heads_q, 128, 128) bool
+        out = onepass.attention(q, k, v, block_mask=mask)
+
+    Queries see no key of an empty block. In other blocks they see what key_ranges and query_ranges leave, which must
+    hide nothing in a full block. The other arguments of a call still count: with causal=True, blocks above the diagonal
+    are not visited, whatever they are. No tensor may change while a call's backward is to come.
+
+    Attributes:
+        kinds: (batch or 1, num_heads_q, num_heads_kv or 1, blocks of queries, blocks of keys) int8 on q's device: 0 for
+            empty blocks, 1 for partial, 2 for full ones. Packed sequences count their blocks from their first query and
+            key, batch is the number of sequences, and there are blocks enough for the longest one.
+        block_size: queries and keys of a block, multiples of 64. The last blocks may be cut off by the end.
+        key_ranges, query_ranges: as those of `attention`; None: partial blocks are seen as full ones are.
+
+    Raises: TypeError or ValueError with what was expected and given.
+    """
+
+    kinds: Tensor
+    block_size: BlockSize = (128, 128)
+    key_ranges: Tensor | None = None
+    query_ranges: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_tensor("kinds", self.kinds)
+        if self.kinds.dtype != torch.int8:
+            raise TypeError(f"kinds: expected dtype int8, got {short_name(self.kinds.dtype)}")
+        if self.kinds.dim() != 4:
+            raise ValueError(f"kinds: expected (batch, heads, q_blocks, kv_blocks), got shape {shape_of(self.kinds)}")
+        object.__setattr__(self, "block_size", _checked_size(self.block_size))
+
+    @classmethod
+    def from_blocks(cls, blocks: Tensor, block_size: BlockSize = (128, 128)) -> BlockMask:
+        """The mask of the blocks that are seen.
+
+        Args: blocks: bool, in the shape of `kinds`.
+        """
+        check_tensor("blocks", blocks)
+        if blocks.dtype != torch.bool:
+            raise TypeError(f"blocks: expected dtype bool, got {short_name(blocks.dtype)}")
+        return cls(blocks.to(torch.int8) * FULL, block_size)
+
+    @classmethod
+    def from_indices(
+        cls, counts: Tensor, indices: Tensor, kv_blocks: int, block_size: BlockSize = (128, 128)
+    ) -> BlockMask:
+        """The mask of the blocks that each block of queries sees.
+
+        Args:
+            counts: (batch or 1, heads, q_blocks) integers: how many blocks of keys each block of queries sees.
+            indices: (batch or 1, heads, q_blocks, most blocks) integers: their numbers, before anything else.
+            kv_blocks: the number of blocks of keys.
+        """
+        return cls(_listed(counts, indices, kv_blocks).to(torch.int8) * FULL, block_size)
+
+    @classmethod
+    def from_ranges(
+        cls,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        key_ranges: Tensor | None = None,
+        query_ranges: Tensor | None = None,
+        block_size: BlockSize = (128, 128),
+    ) -> BlockMask:
+        """The mask of ranges, as of `onepass.masks`. The host does not wait for a device.
+
+        Args:
+            key_ranges: (batch or 1, num_heads_q or 1, seqlen_q, 2) int32.
+            query_ranges: (batch or 1, num_heads_q or 1, seqlen_k, 2) int32.
+        """
+        q_block, kv_block = _checked_size(block_size)
+        found = []
+        if key_ranges is not None:
+            found.append(_coverage(key_ranges, q_block, kv_block, seqlen_k))
+        if query_ranges is not None:
+            some, every = _coverage(query_ranges, kv_block, q_block, seqlen_q)
+            found.append((some.mT, every.mT))
+        if not found:
+            raise TypeError("key_ranges: expected an int32 torch.Tensor where query_ranges is None, got None")
+        some, every = (torch.stack(torch.broadcast_tensors(*each)).all(0) for each in zip(*found, strict=True))
+        return cls(some.to(torch.int8) + every.to(torch.int8), block_size, key_ranges, query_ranges)
+
+    @classmethod
+    def from_torch(cls, mask: Any) -> BlockMask:
+        """The lists of a `torch.nn.attention.flex_attention.BlockMask` of lengths that its blocks divide.
+
+        Raises: UnsupportedError for a mask_mod: FlexAttention applies it in the blocks of kv_indices.
+        """
+        from torch.nn.attention.flex_attention import noop_mask
+
+        if mask.mask_mod is not noop_mask:
+            raise UnsupportedError(
+                f"mask_mod: expected none (blocks are empty or full here), got {mask.mask_mod!r}; ranges say many masks"
+            )
+        kv_blocks = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+        seen = _listed(mask.kv_num_blocks, mask.kv_indices, kv_blocks)
+        if mask.full_kv_num_blocks is not None:
+            seen = seen | _listed(mask.full_kv_num_blocks, mask.full_kv_indices, kv_blocks)
+        return cls.from_blocks(seen, tuple(mask.BLOCK_SIZE))
+
+
+def _checked_size(block_size: Any) -> BlockSize:
+    if not isinstance(block_size, (tuple, list)) or len(block_size) != 2:
+        raise TypeError(f"block_size: expected a pair (queries, keys), got {block_size!r}")
+    found = tuple(check_int("block_size", size, least=1) for size in block_size)
+    if any(size % UNIT for size in found):
+        raise ValueError(f"block_size: expected multiples of {UNIT}, got {tuple(block_size)}")
+    return found[0], found[1]
+
+
+def _listed(counts: Tensor, indices: Tensor, num_blocks: int) -> Tensor:
+    """(.., num_blocks) bool: the blocks whose numbers are among the first ones of each list."""
+    is_counted = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    numbers = torch.where(is_counted, indices, num_blocks).long()  # the others go to a column that is cut off
+    found = torch.zeros(*counts.shape, num_blocks + 1, dtype=torch.bool, device=indices.device)
+    return found.scatter_(-1, numbers, True)[..., :-1]
+
+
+def _coverage(ranges: Tensor, rows_of_block: int, columns_of_block: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Which blocks the intervals of their rows reach, and which they cover: (.., blocks, blocks of columns) bool each.
+
+    Memory is that of the ranges and of the blocks: each interval adds 1 at its first block and takes it away behind its
+    last one, and a sum along the columns counts the rows of each block.
+    """
+    low, high = (t.clamp(0, num_columns).long() for t in ranges.unbind(-1))
+    num_rows, blocks = low.shape[-1], -(-num_columns // columns_of_block)
+    up_low, up_high = ((t + columns_of_block - 1) // columns_of_block for t in (low, high))
+    is_empty = low >= high
+    whole_end = torch.where(high == num_columns, blocks, high // columns_of_block)  # the last block may be cut off
+    row_block = torch.arange(num_rows, device=ranges.device) // rows_of_block
+    shape = *low.shape[:-1], -(-num_rows // rows_of_block), blocks + 1
+    found = []
+    for first, end in ((low // columns_of_block, up_high), (up_low, torch.maximum(whole_end, up_low))):
+        first, end = first.masked_fill(is_empty, 0), end.masked_fill(is_empty, 0)
+        changes = torch.zeros(shape, dtype=torch.int32, device=ranges.device).flatten(-2)
+        for places, change in ((first, 1), (end, -1)):
+            one = torch.full_like(places, change, dtype=torch.int32)
+            changes.scatter_add_(-1, row_block * (blocks + 1) + places, one)
+        found.append(changes.unflatten(-1, shape[-2:]).cumsum(-1)[..., :-1])
+    rows = torch.bincount(row_block, minlength=shape[-2]) if num_rows else row_block
+    return found[0] > 0, found[1] == rows[:, None]
+
+
+def blocks_of_call(
+    mask: Any, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, given: dict[str, Any]
+) -> tuple[Blocks, dict[str, Any]]:
+    """The blocks of a call whose other tensors are checked, for the heads of q, and its modifiers with their ranges.
+
+    Args: given: the modifiers of the call, those with the mask's ranges not yet checked.
+    """
+    if not isinstance(mask, BlockMask):
+        is_torchs = type(mask).__name__ == "BlockMask"
+        hint = " (onepass.BlockMask.from_torch takes torch's)" if is_torchs else ""
+        raise TypeError(f"block_mask: expected a onepass.BlockMask or None, got {type(mask).__name__}{hint}")
+    kinds, (heads_q, heads_kv) = mask.kinds, (q.shape[-2], k.shape[-2])
+    if kinds.device != q.device:
+        raise ValueError(f"block_mask: expected device {q.device} like q, got {kinds.device}")
+    is_packed = cu_seqlens_q is not None
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    lengths = q.shape[-3], k.shape[-3]
+    needed = [-(-length // size) for length, size in zip(lengths, mask.block_size, strict=True)]
+    agrees = kinds.shape[0] in (1, batch) and kinds.shape[1] in (1, heads_kv, heads_q)
+    if not agrees or (not is_packed and list(kinds.shape[2:]) != needed):
+        blocks = "q_blocks, kv_blocks" if is_packed else ", ".join(map(str, needed))
+        heads = " or ".join(map(str, dict.fromkeys((1, heads_kv, heads_q))))
+        raise ValueError(
+            f"block_mask: expected kinds of shape (1 or {batch}, {heads}, {blocks}) with blocks of "
+            f"{mask.block_size}, got {shape_of(kinds)}"
+        )
+    if kinds.shape[1] not in (1, heads_q):
+        kinds = kinds.repeat_interleave(heads_q // heads_kv, 1)
+    given = dict(given)
+    for name in ("key_ranges", "query_ranges"):
+        own, other = getattr(mask, name), given.get(name)
+        if own is not None:
+            given[name] = own if other is None else _intersected(name, own, other)
+    return Blocks(kinds, mask.block_size), given
+
+
+def _intersected(name: str, a: Tensor, b: Any) -> Tensor:
+    check_tensor(name, b)
+    low, high = torch.maximum(a[..., 0], b[..., 0]), torch.minimum(a[..., 1], b[..., 1])
+    return torch.stack((low, high), -1)

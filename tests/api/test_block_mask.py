@@ -1,0 +1,336 @@
+"""`BlockMask`: its makers beside definitions pair by pair, and attention with it beside the oracle."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import onepass
+from onepass import BlockMask, masks, tiled
+from onepass.errors import UnsupportedError
+from onepass.problem import AttentionInputs, AttentionProblem, Blocks, Mask, Modifiers
+from onepass.testing import Call
+from onepass.tiled.tile_sizes import TileSizes
+
+INT32, DTYPE = torch.int32, torch.float64
+
+
+def randn(*shape, dtype=DTYPE):
+    return torch.randn(shape, dtype=dtype)
+
+
+def random_blocks(*shape, share=0.5):
+    return torch.rand(shape) < share
+
+
+def random_ranges(rng, lead, rows, columns):
+    low = torch.randint(-3, columns + 3, (*lead, rows, 1))
+    low = low.sort(-2).values if rng.random() < 0.5 else low
+    return torch.cat([low, low + torch.randint(0, columns // 2 + 1, low.shape)], -1).int()
+
+
+# ---------------------------------------------------------------- attention
+
+
+def random_call(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    batch, seqlen_q, seqlen_k = rng.randint(1, 2), rng.choice([1, 70, 200]), rng.choice([60, 130, 257])
+    heads_kv, group = rng.randint(1, 2), rng.randint(1, 3)
+    heads, size = heads_kv * group, (rng.choice([64, 128]), rng.choice([64, 128]))
+    lead = rng.choice([1, batch]), rng.choice([1, heads, heads_kv])
+    blocks = [-(-n // s) for n, s in zip((seqlen_q, seqlen_k), size, strict=True)]
+    mask = BlockMask.from_blocks(random_blocks(*lead, *blocks), size)
+    if rng.random() < 0.6:
+        lead = rng.choice([1, batch]), rng.choice([1, heads])
+        given = {"key_ranges": random_ranges(rng, lead, seqlen_q, seqlen_k)}
+        if rng.random() < 0.5:
+            given["query_ranges"] = random_ranges(rng, lead, seqlen_k, seqlen_q)
+        if rng.random() < 0.5:
+            given.pop("key_ranges")
+            given["query_ranges"] = random_ranges(rng, lead, seqlen_k, seqlen_q)
+        mask = BlockMask.from_ranges(seqlen_q, seqlen_k, block_size=size, **given)
+    options = {"block_mask": mask}
+    for name, value in (
+        ("causal", True),
+        ("window", rng.choice([(100, 30), (None, 50)])),
+        ("softcap", 3.0),
+        ("sinks", randn(heads)),
+        ("seqused_k", torch.randint(0, seqlen_k + 1, (batch,), dtype=INT32)),
+        ("key_ranges", random_ranges(rng, (1, 1), seqlen_q, seqlen_k)),
+        ("query_ranges", random_ranges(rng, (batch, heads), seqlen_k, seqlen_q)),
+        ("q_positions", torch.randperm(300)[:seqlen_q][None].int()),
+        ("bias", randn(1, heads, 1, seqlen_k)),
+        ("dropout_p", 0.3),
+    ):
+        if rng.random() < 0.25:
+            options[name] = value
+    if rng.random() < 0.25:
+        ends = options.get("seqused_k", torch.full((batch,), seqlen_k)).tolist()
+        options["seqstart_k"] = torch.tensor([rng.randint(0, end) for end in ends], dtype=INT32)
+    shapes = (seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
+    return Call({n: randn(batch, *shape, 8) for n, shape in zip("qkv", shapes, strict=True)}, options, seed)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_random_calls(first):
+    for seed in range(first, first + 10):
+        random_call(seed).check(with_floor=True)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_packed_sequences(batch, heads):
+    """Blocks count from the first row of each sequence; blocks behind its end are not looked at."""
+    offsets_q, offsets_k = torch.tensor([0, 70, 70, 230], dtype=INT32), torch.tensor([0, 100, 165, 300], dtype=INT32)
+    mask = BlockMask.from_blocks(random_blocks(batch, heads, 3, 4), (64, 64))
+    tensors = {"q": randn(233, 4, 8), "k": randn(300, 2, 8), "v": randn(300, 2, 8)}
+    options = {"cu_seqlens_q": offsets_q, "cu_seqlens_k": offsets_k, "block_mask": mask}
+    Call(tensors, options).check(with_floor=True)
+    Call(tensors, options | {"causal": True, "sinks": randn(4)}).check(with_floor=True)
+    few = BlockMask.from_blocks(random_blocks(1, 1, 3, 2), (64, 64))
+    with pytest.raises(ValueError, match=r"block_mask: expected at least 3 x 3 blocks of \(64, 64\) for the longest"):
+        onepass.attention_varlen(**tensors, **options | {"block_mask": few})
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_only_nonempty_blocks_are_visited(is_causal, monkeypatch):
+    visited, real = [], tiled.modifiers.ScoreModifiers.modify_scores_
+
+    def counting(self, scores, window, queries, keys):
+        visited.append((queries[0] // 64, keys[0] // 64))
+        return real(self, scores, window, queries, keys)
+
+    monkeypatch.setattr(tiled.modifiers.ScoreModifiers, "modify_scores_", counting)
+    blocks = torch.tensor([[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 1, 1]]).bool()
+    q, k, v = (randn(1, 250, 2, 8) for _ in range(3))
+    inputs = AttentionInputs(
+        q, k, v, *[None] * 4, Modifiers(), None, Blocks(blocks[None, None].to(torch.int8), (64, 64))
+    )
+    mask = Mask.from_options(is_causal, None)
+    problem = AttentionProblem.of(inputs, softmax_scale=0.3, mask=mask, softcap=None, deterministic=False)
+    expected = [(m, n) for m, n in blocks.nonzero().tolist() if n <= m or not is_causal]
+    out, lse = tiled.forward(problem, inputs, TileSizes(64, 64, 2))
+    assert sorted(visited) == expected
+    visited.clear()
+    tiled.gradients(problem, inputs, out, lse, torch.ones_like(out), None, TileSizes(64, 64, 2))
+    assert sorted(visited) == expected
+    assert (out[:, 128:192] == 0).all()
+    assert lse[..., 128:192].isneginf().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_in_empty_blocks_do_not_matter(value):
+    blocks = random_blocks(2, 4, 3, 3)
+    blocks[0, :2, :, 1] = False  # of the first kv head
+    mask, results = BlockMask.from_blocks(blocks, (64, 64)), []
+    leaves = [randn(2, 150, heads, 8) for heads in (4, 2, 2)]
+    for _ in range(2):
+        q, k, v = (t.clone().requires_grad_() for t in leaves)
+        out, lse = onepass.attention(q, k, v, block_mask=mask, return_lse=True)
+        loss = out.sin().sum() + lse[lse.isfinite()].sum()
+        results.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
+        leaves[1][0, 64:128, 0], leaves[2][0, 64:128, 0] = value, value
+    for before, after in zip(*results, strict=True):
+        torch.testing.assert_close(before, after)
+
+
+def test_a_mask_of_ranges_is_its_ranges():
+    ranges = masks.block_diffusion(150, 20)
+    mask = BlockMask.from_ranges(300, 300, **ranges, block_size=(64, 128))
+    q, k, v = (randn(2, 300, 2, 8).requires_grad_() for _ in range(3))
+    results = []
+    for options in (ranges, {"block_mask": mask}):
+        out, lse = onepass.attention(q, k, v, return_lse=True, **options)
+        results.append((out, lse, *torch.autograd.grad((out * out).sum() + lse.sum(), (q, k, v))))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_it_can_be_compiled():
+    torch._dynamo.reset()
+    mask = BlockMask.from_blocks(random_blocks(1, 2, 3, 3), (64, 64))
+    q, k, v = (randn(2, 150, 2, 8).requires_grad_() for _ in range(3))
+
+    def function(q, k, v):
+        return onepass.attention(q, k, v, block_mask=mask, causal=True).sin()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = [(out := f(q, k, v), *torch.autograd.grad(out.sum(), (q, k, v))) for f in (function, compiled)]
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    given = q, k, v, *[None] * 10, 0.0, 0.3, None, None, None, False, "tiled", None
+    for ranges in (None, torch.tensor([0, 100], dtype=INT32).expand(1, 1, 150, 2).contiguous()):
+        forward = *given, ranges, mask.kinds, 64, 64
+        torch.library.opcheck(torch.ops.onepass.attention_modified_forward.default, forward)
+    out, lse = (t.detach() for t in torch.ops.onepass.attention_modified_forward(*forward))
+    backward = torch.randn_like(out), None, out, lse, False, False, *(t.detach() for t in (q, k, v)), *forward[3:]
+    torch.library.opcheck(torch.ops.onepass.attention_modified_backward.default, backward)
+
+
+# ---------------------------------------------------------------- makers
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_blocks_of_ranges(seed):
+    """A block is full if no range hides a pair of it, and empty at least where a range alone hides all of them."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    seqlen_q, seqlen_k, size = rng.randint(1, 300), rng.randint(1, 300), (64, rng.choice([64, 128]))
+    key_ranges = random_ranges(rng, (2, 1), seqlen_q, seqlen_k)
+    query_ranges = random_ranges(rng, (1, 3), seqlen_k, seqlen_q)
+    wide = torch.rand(2, 1, seqlen_q // 100 + 1).lt(0.5).repeat_interleave(100, -1)[..., :seqlen_q, None]
+    key_ranges = torch.where(wide, torch.tensor([0, seqlen_k], dtype=INT32), key_ranges)
+    for given in ({"key_ranges": key_ranges}, {"query_ranges": query_ranges}):
+        mask = BlockMask.from_ranges(seqlen_q, seqlen_k, block_size=size, **given)
+        visible = masks.visible_pairs(seqlen_q, seqlen_k, **given)
+        assert torch.equal(mask.kinds, masks.occupancy(visible, size))
+        assert mask.key_ranges is given.get("key_ranges")
+        assert mask.query_ranges is given.get("query_ranges")
+    both = {"key_ranges": key_ranges, "query_ranges": query_ranges}
+    mask = BlockMask.from_ranges(seqlen_q, seqlen_k, block_size=size, **both)
+    found = masks.occupancy(masks.visible_pairs(seqlen_q, seqlen_k, **both), size)
+    assert mask.kinds.shape == found.shape
+    assert torch.equal(mask.kinds == 2, found == 2)
+    assert (mask.kinds[found > 0] > 0).all()
+
+
+def test_blocks_of_ranges_that_are_empty_or_short():
+    """Empty intervals reach no block, and an interval within a block covers none."""
+    low = torch.tensor([70, 70, 5, 64, 0, 200]).repeat_interleave(64)
+    high = torch.tensor([70, 80, 3, 128, 200, 400]).repeat_interleave(64)
+    ranges = torch.stack([low, high], -1)[None, None].int()
+    kinds = BlockMask.from_ranges(384, 200, key_ranges=ranges, block_size=(64, 64)).kinds
+    expected = [[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 2, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0]]
+    assert kinds[0, 0].tolist() == expected
+
+
+def test_blocks_of_lists():
+    seen = random_blocks(2, 3, 5, 7)
+    counts = seen.sum(-1, dtype=INT32)
+    for dtype in (torch.int32, torch.int64):
+        indices = seen.byte().argsort(dim=-1, descending=True, stable=True).to(dtype)
+        rest = torch.arange(7) >= counts[..., None]
+        found = BlockMask.from_indices(counts, indices.masked_fill(rest, 10**6), 7, (64, 128))
+        assert torch.equal(found.kinds, seen.to(torch.int8) * 2)
+        assert found.block_size == (64, 128)
+    longest = int(counts.max())
+    assert torch.equal(BlockMask.from_indices(counts, indices[..., :longest], 7).kinds > 0, seen)
+    assert torch.equal(BlockMask.from_blocks(seen).kinds > 0, seen)
+
+
+def test_blocks_of_torch():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    seen = random_blocks(2, 1, 3, 4)
+    counts, indices = seen.sum(-1, dtype=INT32), seen.byte().argsort(dim=-1, descending=True, stable=True).int()
+    full = (counts - counts // 2, indices.contiguous()), (counts // 2, indices.flip(-1).contiguous())
+    lengths = {"seq_lengths": (192, 512), "BLOCK_SIZE": (64, 128)}
+    theirs = flex.BlockMask.from_kv_blocks(counts, indices, **lengths)
+    mine = BlockMask.from_torch(theirs)
+    assert torch.equal(mine.kinds > 0, seen)
+    assert mine.block_size == (64, 128)
+    other = flex.BlockMask.from_kv_blocks(*full[0], *full[1], **lengths)
+    first, second = (torch.zeros(2, 1, 3, 5, dtype=torch.bool) for _ in range(2))
+    for target, (count, index) in ((first, full[0]), (second, full[1])):
+        for b, m in itertools.product(range(2), range(3)):
+            target[b, 0, m, index[b, 0, m, : count[b, 0, m]].long()] = True
+    assert torch.equal(BlockMask.from_torch(other).kinds > 0, (first | second)[..., :4])
+    with pytest.raises(UnsupportedError, match="mask_mod: expected none"):
+        BlockMask.from_torch(replace_mask_mod(flex, theirs))
+    with pytest.raises(
+        TypeError, match=r"block_mask: .* got BlockMask \(onepass\.BlockMask\.from_torch takes torch's\)"
+    ):
+        onepass.attention(*(randn(1, 64, 1, 8) for _ in range(3)), block_mask=theirs)
+
+
+def replace_mask_mod(flex, mask):
+    return flex.BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=lambda b, h, i, j: i >= j
+    )
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.ones(1, 1, 2, 2),), TypeError, "kinds: expected dtype int8, got float32"),
+        ((torch.ones(1, 2, 2).to(torch.int8),), ValueError, r"kinds: expected \(batch, heads, q_blocks, kv_blocks\)"),
+        ((torch.ones(1, 1, 2, 2).to(torch.int8), (64, 100)), ValueError, "block_size: expected multiples of 64"),
+        ((torch.ones(1, 1, 2, 2).to(torch.int8), 64), TypeError, "block_size: expected a pair"),
+        ((torch.ones(1, 1, 2, 2).to(torch.int8), (64, 0)), ValueError, "block_size: "),
+        (([[True]],), TypeError, "kinds: expected a torch.Tensor"),
+    ],
+)
+def test_what_is_no_mask(arguments, error, message):
+    with pytest.raises(error, match=message):
+        BlockMask(*arguments)
+
+
+def test_makers_refuse():
+    with pytest.raises(TypeError, match="blocks: expected dtype bool, got int8"):
+        BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.int8))
+    with pytest.raises(TypeError, match="key_ranges: expected an int32"):
+        BlockMask.from_ranges(3, 4)
+
+
+MASK = BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool), (64, 64))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"block_mask": True}, TypeError, "block_mask: expected a onepass.BlockMask or None, got bool"),
+        (
+            {"block_mask": replace(MASK, kinds=MASK.kinds[:, :, :1])},
+            ValueError,
+            r"block_mask: expected kinds of shape \(1 or 2, 1 or 2 or 4, 2, 2\) with blocks of \(64, 64\), got",
+        ),
+        ({"block_mask": replace(MASK, kinds=MASK.kinds.expand(1, 3, 2, 2))}, ValueError, "got (1, 3, 2, 2)"),
+        ({"block_mask": replace(MASK, kinds=MASK.kinds.expand(3, 1, 2, 2))}, ValueError, "got (3, 1, 2, 2)"),
+        (
+            {"block_mask": replace(MASK, kinds=MASK.kinds.to("meta"))},
+            ValueError,
+            "block_mask: expected device cpu like",
+        ),
+        (
+            {"block_mask": replace(MASK, key_ranges=torch.zeros(1, 1, 9, 2).int())},
+            ValueError,
+            "key_ranges: expected shape",
+        ),
+        (
+            {"block_mask": replace(MASK, key_ranges=torch.zeros(1, 1, 100, 2).int()), "key_ranges": 3},
+            TypeError,
+            "key_ranges: expected a torch.Tensor",
+        ),
+        ({"block_mask": MASK, "precision": "fp8"}, UnsupportedError, "block_mask: expected None with precision='fp8'"),
+        ({"block_mask": MASK, "backend": "cpu"}, UnsupportedError, "cpu: expected no block_mask"),
+    ],
+)
+def test_refusals(options, error, message):
+    q, k, v = (torch.randn(2, 100, heads, 8) for heads in (4, 2, 2))
+    with pytest.raises(error) as raised:
+        onepass.attention(q, k, v, **options)
+    assert message.replace("\\", "") in str(raised.value)
+
+
+def test_where_it_is_not_taken():
+    q, k, v = (torch.randn(1, 100, 2, 16, dtype=torch.bfloat16) for _ in range(3))
+    with pytest.raises(UnsupportedError, match="block_mask: expected None with a QuantizedQKV"):
+        onepass.attention(onepass.quantize_fp8(q, k, v), block_mask=MASK)
+    with pytest.raises(TypeError, match="block_mask: "):
+        onepass.attention_decode(q, k, v, cache_seqlens=torch.tensor([100]).int(), block_mask=MASK)
+
+
+@pytest.mark.parametrize("name", ["sm90", "sm80"])
+def test_kernels_refuse_it(name):
+    from onepass.dispatch.backends import unsupported_by
+
+    q, k, v = (torch.randn(1, 128, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+    inputs = AttentionInputs(q, k, v, *[None] * 4, Modifiers(), None, Blocks(MASK.kinds, MASK.block_size))
+    problem = AttentionProblem.of(inputs, softmax_scale=0.3, mask=Mask(), softcap=None, deterministic=False)
+    assert unsupported_by(name, problem) == "block_mask: expected none"
+    assert problem.modifiers_named == "block_mask"
