@@ -216,7 +216,8 @@ def test_unknown_alignment_is_refused():
 def test_more_keys_than_queries_without_a_mask():
     """A causal layer cannot know where its queries stand; a single query sees every key."""
     q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 5, 8)
-    with pytest.raises(NotImplementedError, match="attention_mask: expected a mask where a causal layer has 2 queries"):
+    expected = "attention_mask: expected a mask where a causal layer has fewer queries than keys, 2 and 5, got None"
+    with pytest.raises(NotImplementedError, match=expected):
         attention_forward(Layer(), q, k, k, None)
     attention_forward(Layer(), q[:, :, :1], k, k, None)
     attention_forward(Layer(), q, k, k, None, is_causal=False)

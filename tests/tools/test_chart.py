@@ -48,7 +48,7 @@ def test_rows_with_all_contenders_of_a_case(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("forward", 36), ("backward", 35), ("fp8", 30), ("decode", 56), ("cpu", 24)]
+    ("name", "count"), [("forward", 36), ("backward", 36), ("fp8", 30), ("decode", 56), ("cpu", 24)]
 )
 def test_every_case_of_the_results_is_drawn(name, count):
     assert len(chart.read(chart.MEASUREMENTS[name], RESULTS)) == count

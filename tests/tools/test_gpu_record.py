@@ -1,5 +1,6 @@
 """The record of GPU tests: logs are read as pytest writes them, and what is older than the kernels is said."""
 
+import collections
 import concurrent.futures
 import importlib.util
 import json
@@ -80,9 +81,12 @@ def test_every_file_has_passed_on_a_gpu():
     if not record.RECORD.exists():
         pytest.skip("the results are not part of the package")
     kept = json.loads(record.RECORD.read_text())
+    passed = collections.Counter()
     for row in kept["rows"]:
-        assert row["passed"] > 0, row
+        passed[row["file"]] += row["passed"]  # on Hopper, odd head dims are left to the Ampere kernels
+        assert row["passed"] + row["skipped"] > 0, row
         assert row["failed"] == 0, row
         assert row["kernels"] in kept["kernels"], row
     files = {path.name for path in PATH.parent.glob("test_*.py")}
-    assert {row["file"] for row in kept["rows"]} == files
+    assert passed.keys() == files
+    assert min(passed.values()) > 0, passed
