@@ -9,7 +9,7 @@ import itertools
 
 import torch
 from gpu_cases import BF16, FP16, RandomCase, cases, check, needs_hopper, size
-from random_modifiers import NAMES
+from random_modifiers import OF_KERNELS
 
 pytestmark = needs_hopper
 
@@ -30,7 +30,7 @@ def first_cases(count: int, first_seed: int = 0, with_modifiers: bool = False) -
     seeds = itertools.count(first_seed)
     found = (RandomCase(seed, DTYPES[seed % 2], MAX_SEQLEN, with_modifiers) for seed in seeds)
     if with_modifiers:
-        found = (case for case in found if set(NAMES) & set(case.call("meta").options))
+        found = (case for case in found if set(OF_KERNELS) & set(case.call("meta").options))
     return list(itertools.islice(filter(is_for_the_kernel, found), count))
 
 
@@ -63,8 +63,8 @@ def test_the_calls_cover_the_options():
 def test_the_modified_calls_cover_the_options():
     calls = [case.call("meta").options for case in MODIFIED]
     options = {"causal", "window", "softcap", "softmax_scale", "sinks", "cu_seqlens_q", "seqused_k"}
-    for name in NAMES:
+    for name in OF_KERNELS:
         having = [call for call in calls if name in call]
         assert len(having) > 35, name
-        for other in {*NAMES, *options} - {name}:  # each pair of options
+        for other in {*OF_KERNELS, *options} - {name}:  # each pair of options
             assert sum(other in call for call in having) > 5, (name, other)
