@@ -105,7 +105,7 @@ def test_an_edit_makes_other_kernels_where_it_may_change_them(tmp_path, monkeypa
 
 @packages.needs_compiler
 def test_the_main_kernel_of_each_backward_has_a_digest():
-    """Also where it is the only kernel of its backward."""
+    """A backward of one kernel has no preprocess and no postprocess, but a digest like the others."""
     import code_digests
 
     names = {name for name, _ in code_digests.requests()}

@@ -539,7 +539,7 @@ def test_sums_of_dq_are_read_as_they_were_added(device, monkeypatch, tile_m, hea
     added, found = {}, {}
 
     def row_and_column(lane, i):
-        """Those of a lane's i-th value in the 16 rows of a warp."""
+        """The row and the column of a lane's i-th value in the 16 rows of a warp."""
         return lane // 4 + 8 * (i // 2 % 2), i // 4 * 8 + 2 * (lane % 4) + i % 2
 
     for name, stand_in in {"LANES": 32, "Int64": int}.items():
@@ -609,7 +609,7 @@ def test_a_thread_blocks_own_sums_of_dq(device, monkeypatch):
 
 @pytest.mark.parametrize("has_nan", [False, True])
 def test_rows_of_dk_that_are_written(device, monkeypatch, has_nan):
-    """Those of the tile's sequence, and no other sequence's; rows with a NaN among them are computed again."""
+    """Rows of the tile's own sequence are written and no others, and those with a NaN are computed again."""
     written, again = {}, []
     monkeypatch.setattr(device.dkv, "rows_and_columns", lambda acc: acc)
     epilogue = SimpleNamespace(
@@ -667,7 +667,7 @@ def test_warps_add_to_places_of_their_own_in_dslopes(device, config):
 
 
 def test_rows_of_a_thread_blocks_own_dq_that_are_computed_again(device, monkeypatch):
-    """Those of this warp in the blocks that the tile was the last to add to, for each query head of the group."""
+    """A warp computes its rows of the blocks that its tile was the last to add to, for each query head of the group."""
     found, group, tile_m, seqlen_q = [], 2, 64, 150
     monkeypatch.setattr(device.private.repair_gradients, "recompute_dq", lambda *given: found.append(given))
     kernel = SimpleNamespace(

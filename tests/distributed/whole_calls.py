@@ -112,6 +112,14 @@ def random_call(
         left = rng.choice([None, 0, 3, 20, -2])
         right = rng.choice([None, 0, 5, -1]) if left is None or left >= 0 else None
         plan["window"] = left, right
+
+    def ranges() -> Tensor:
+        shape = (rng.choice([1, heads]), total, 1)
+        shape = shape if is_packed else (rng.choice([1, batch]), *shape)
+        low = torch.randint(-3, longest + 3, shape, generator=generator)
+        high = low + torch.randint(0, longest + 1, shape, generator=generator)
+        return torch.cat([low, high], -1).to(INT32)
+
     options: dict[str, Any] = {}
     if given(0.3):
         options["softcap"] = 3.0
@@ -124,11 +132,7 @@ def random_call(
         if "seqused_k" in options:
             options["seqstart_k"] = torch.minimum(options["seqstart_k"], options["seqused_k"])
     if given(0.25):
-        shape = (rng.choice([1, heads]), total, 1)
-        shape = shape if is_packed else (rng.choice([1, batch]), *shape)
-        low = torch.randint(-3, longest + 3, shape, generator=generator)
-        high = low + torch.randint(0, longest + 1, shape, generator=generator)
-        options["key_ranges"] = torch.cat([low, high], -1).to(INT32)
+        options["key_ranges"] = ranges()
     if given(0.25):
         shape = (heads,) if given(0.5) else (entries, heads)
         options["alibi_slopes"] = torch.rand(shape, generator=generator) * 0.3
@@ -139,11 +143,7 @@ def random_call(
     if given(0.2):
         options["dropout_p"] = rng.choice([0.1, 0.5])
     if given(0.25):
-        shape = (rng.choice([1, heads]), total, 1)
-        shape = shape if is_packed else (rng.choice([1, batch]), *shape)
-        low = torch.randint(-3, longest + 3, shape, generator=generator)
-        high = low + torch.randint(0, longest + 1, shape, generator=generator)
-        options["query_ranges"] = torch.cat([low, high], -1).to(INT32)
+        options["query_ranges"] = ranges()
     if short_ends:
         plan["chunks"] = 8
     return WholeCall(tensors, plan, options, short_ends)

@@ -10,9 +10,10 @@ import random
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
-import hopper_in_python
+import kernel_language
 import torch
-from hopper_in_python import Divisor, Nothing, Operand, Registers, Rows, Slices, Tensor, Words, device_modules
+from hopper_in_python import Operand, Registers, Rows, Tensor, Words
+from kernel_language import Divisor, Nothing, Slices, device_modules
 
 from onepass.errors import UnsupportedError
 from onepass.geometry import tile_scheduler
@@ -268,7 +269,7 @@ class Packed:
         return self.tiles[number]
 
 
-class Launch(hopper_in_python.Launch):
+class Launch(kernel_language.Launch):
     """A backward with random sizes.
 
     Args: fixed: fields of the configuration and of the problem.

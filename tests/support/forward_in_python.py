@@ -10,8 +10,9 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import hopper_in_python
-from hopper_in_python import WARPS, Divisor, Nothing, Operand, Registers, Rows, Slices, Tensor, device_modules
+import kernel_language
+from hopper_in_python import WARPS, Operand, Registers, Rows, Tensor
+from kernel_language import Divisor, Nothing, Slices, device_modules
 
 from onepass.geometry.block_range import KeyBlocks
 from onepass.geometry.splits import Splits
@@ -274,7 +275,7 @@ def modules():
     return device_modules(FORWARD + "kernel")
 
 
-class Launch(hopper_in_python.Launch):
+class Launch(kernel_language.Launch):
     """A forward.
 
     Attributes: stored: for each warpgroup's rows of a tile what was stored: O, row sum and reference.

@@ -238,7 +238,7 @@ class WideConsumer(Untraced):
 
     @cute.jit
     def run_dk(self, queue, schedule, seqlens, tile_end: cute.Pointer | None):
-        """The same for dK: each block of queries has its dS before its step."""
+        """The loop of `BackwardConsumer.run` for dK: each block of queries has its dS before its step."""
         kv_state, q_state, do_state = self.kernel.buffer_states(pipeline.PipelineUserType.Consumer)
         wave, number = Int32(0), queue.first()
         count = Int32(0)
