@@ -50,6 +50,9 @@ class ModifierTensors(NamedTuple):
         keep_bytes: of the 256 values of a random byte, how many keep a pair.
         keep_scale: what a kept probability is multiplied with.
         first_head, all_heads: the number of q's first head in the call whose random bits these are, and its heads.
+        query_ranges: (keys, 2, heads, entries) int32, a range of queries for each key.
+        seen: (blocks of 64 queries, blocks of 64 keys, heads, entries) int8, not 0 where queries see keys.
+        numbers, counts: the blocks that tiles visit, see launch/block_lists.py.
         term_scale: what brings a term to the unit of scores: scale_log2 of `ScoreFactors`, inverted, times log2(e).
         bounds: (tiles of keys, 4, kv heads, entries) int32, the query blocks of a backward's tiles: `QueryBlocks`. The
             tiles of packed sequences are numbered one after the other, see launch/modifiers.py.
@@ -69,6 +72,10 @@ class ModifierTensors(NamedTuple):
     first_head: Int | None = None
     all_heads: Int | None = None
     term_scale: Float | None = None
+    query_ranges: Tensor | None = None
+    seen: Tensor | None = None
+    numbers: Tensor | None = None
+    counts: Tensor | None = None
     bounds: Tensor | None = None
     dslopes: Tensor | None = None
     dbias: Tensor | None = None

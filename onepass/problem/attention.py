@@ -313,6 +313,11 @@ class AttentionProblem:
         return self.has_row_ranges or self.has_seqstart_k
 
     @property
+    def has_lists(self) -> bool:
+        """Whether the blocks that a kernel's tile visits come from a list."""
+        return self.has_query_ranges or self.block_size is not None
+
+    @property
     def adds_terms(self) -> bool:
         """Whether something is added to scores."""
         return self.has_alibi or self.has_bias

@@ -303,7 +303,7 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     else:
         config = BackwardConfigSm90(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic, background_rows=in_background)
     config = replace(config, overlap_gradients=_overlaps_gradients(problem, config))
-    if _has_short_sequences(problem, config, is_growing):
+    if not problem.has_lists and _has_short_sequences(problem, config, is_growing):
         return replace(config, private_dq=True, dynamic_tiles=False)
     config = replace(config, heads_together=_visits_heads_together(problem))
     return _with_turns(config, problem)

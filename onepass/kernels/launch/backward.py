@@ -17,7 +17,7 @@ from ...problem.outputs import empty_gradients
 from ..arguments import PostprocessArguments, PreprocessArguments, SinkGradientsArguments
 from ..compiler.compile import CompileRequest
 from ..config import BackwardConfigSm80, BackwardConfigSm90
-from . import modifiers, query_bounds
+from . import block_lists, modifiers, query_bounds
 from .arguments import (
     aligned,
     element_type,
@@ -36,7 +36,9 @@ def unsupported(problem: AttentionProblem) -> str | None:
     for name, size in (("num_heads", problem.num_heads_q), ("batch", problem.batch)):
         if size > MAX_GRID:
             return f"{name}: expected up to {MAX_GRID}, got {size}"
-    return modifiers.unsupported(problem)
+    if problem.has_lists and problem.deterministic:
+        return f"deterministic: expected False with {problem.modifiers_named}"
+    return modifiers.unsupported_lists(problem)
 
 
 def without_keys(
@@ -187,6 +189,9 @@ class BackwardLaunch:
                 lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
                 window = self.numbers["window_left"], self.numbers["window_right"]
                 bounds = query_bounds.launch(self.query_bounds, problem, config, given, window, *lengths)
+            if problem.has_lists:
+                lists = block_lists.of_keys(problem, inputs, (config.tile_m, config.tile_n))
+                given = modifiers.with_lists(problem, given, inputs, lists, problem.num_heads_kv)
             sources["modifiers"] = modifiers.backward_arguments(problem, given, bounds, terms)
         shared: dict[str, Any] = {
             "dq_accum": dq_accum,

@@ -16,13 +16,13 @@ from ...problem import AttentionInputs, AttentionProblem, Descales, Quantization
 from ...problem.outputs import empty_outputs, outputs_without_keys
 from ...quantization.codec import SCALE_BLOCK
 from ...quantization.layout import keys_last_in_torch
-from ..arguments import ForwardSm90Arguments
+from ..arguments import ForwardSm90Arguments, ModifierTensors
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config import HOPPER, ForwardConfigSm90, head_dim_tile, value_blocks, value_columns
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
-from . import float32_halves, modifiers, quantize
+from . import block_lists, float32_halves, modifiers, quantize
 from .arguments import (
     aligned,
     element_type,
@@ -56,7 +56,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
         return f"head_dim_v: expected a multiple of 16 above 128 in float32, got {problem.head_dim_v}"
     if problem.softcap is None and problem.softmax_scale <= 0:
         return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
-    return modifiers.unsupported(problem)
+    return modifiers.unsupported_lists(problem)
 
 
 def _unsupported_fp8(problem: AttentionProblem) -> str | None:
@@ -96,7 +96,8 @@ def prepare(
     kernel = compile.get(*compile_request(problem, config))
     grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
     arguments = in_order(ForwardSm90Arguments, score_arguments(problem) | grid)
-    return Launch(problem, kernel, arguments, config.dynamic_tiles, config.transposes_v)
+    tile = config.tile_m, config.tile_n
+    return Launch(problem, kernel, arguments, config.dynamic_tiles, config.transposes_v, tile)
 
 
 def persistent_grid(problem: AttentionProblem, config: ForwardConfigSm90, num_sms: int) -> dict[str, int]:
@@ -169,6 +170,7 @@ class Launch:
     in_order: Callable[..., tuple]
     is_dynamic: bool
     transposes_v: bool
+    tile: tuple[int, int]
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
@@ -223,10 +225,17 @@ class Launch:
                 None if seqused_k is None else seqused_k.contiguous(),
                 float32,
                 *scales,
-                modifiers=None if inputs.modifiers is None else modifiers.arguments_of(self.problem, inputs.modifiers),
+                modifiers=self.modifiers(inputs),
                 counter=tile_counter(q.get_device()) if self.is_dynamic else None,
             )
         )
+
+    def modifiers(self, inputs: AttentionInputs) -> ModifierTensors | None:
+        found = modifiers.arguments_of(self.problem, inputs.modifiers)
+        if found is None or not self.problem.has_lists:
+            return found
+        lists = block_lists.of_queries(self.problem, inputs, self.tile)
+        return modifiers.with_lists(self.problem, found, inputs, lists, self.problem.num_heads_q)
 
 
 def v_keys_last(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:

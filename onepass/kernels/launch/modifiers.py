@@ -13,8 +13,10 @@ from ...problem import AttentionInputs, AttentionProblem, Modifiers
 from ..arguments import ModifierTensors
 from ..config import BackwardConfigSm80, BackwardConfigSm90
 from .arguments import LOG2_E, element_type, score_scales, strided_tensor
+from .block_lists import BlockLists
 
 BackwardConfig = BackwardConfigSm80 | BackwardConfigSm90
+SEEN_UNIT = 64  # queries and keys of a block of `ModifierTensors.seen`
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
@@ -22,6 +24,13 @@ def unsupported(problem: AttentionProblem) -> str | None:
     if problem.has_query_ranges:
         return "query_ranges: expected none"
     return "block_mask: expected none" if problem.block_size is not None else None
+
+
+def unsupported_lists(problem: AttentionProblem) -> str | None:
+    """Why a kernel that goes through lists of blocks does not compute a problem; None if it does."""
+    if problem.has_lists and problem.is_packed:
+        return f"{problem.modifiers_named}: expected dense sequences"
+    return None
 
 
 def entries_of(problem: AttentionProblem) -> int:
@@ -56,6 +65,23 @@ def arguments_of(problem: AttentionProblem, given: Modifiers | None) -> Modifier
             all_heads=problem.all_heads or problem.num_heads_q,
         )
     return found
+
+
+def with_lists(
+    problem: AttentionProblem, found: ModifierTensors, inputs: AttentionInputs, lists: BlockLists, heads_of_lists: int
+) -> ModifierTensors:
+    """The modifiers of a kernel whose tiles visit these blocks. Args: found: what `arguments_of` returns."""
+    assert inputs.modifiers is not None
+    heads, batch, ranges, seen = problem.num_heads_q, problem.batch, inputs.modifiers.query_ranges, None
+    if ranges is not None:
+        ranges = ranges.expand(batch, heads, -1, -1).permute(2, 3, 1, 0)
+    if inputs.blocks is not None:
+        seen = inputs.blocks.kinds
+        for dim, size in zip((2, 3), inputs.blocks.size, strict=True):
+            seen = seen.repeat_interleave(size // SEEN_UNIT, dim) if size > SEEN_UNIT else seen
+        seen = seen.expand(batch, heads, -1, -1).permute(2, 3, 1, 0)
+    numbers, counts = (t.expand(-1, -1, heads_of_lists, -1) for t in lists)
+    return found._replace(query_ranges=ranges, seen=seen, numbers=numbers, counts=counts)
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -164,7 +190,7 @@ def _by_position(problem: AttentionProblem, bias: Tensor, found: Tensor, q_posit
 
 def fake_arguments(problem: AttentionProblem, is_backward: bool = False) -> ModifierTensors | None:
     """Stand-ins for the modifiers of a forward or a backward kernel."""
-    from cutlass import Float32, Int32
+    from cutlass import Float32, Int8, Int32
 
     if not problem.has_modifiers:
         return None
@@ -184,7 +210,13 @@ def fake_arguments(problem: AttentionProblem, is_backward: bool = False) -> Modi
         found |= {"first_head": Int32(1), "all_heads": Int32(1)}
     if problem.adds_terms:
         found["term_scale"] = Float32(1.0)
-    if is_backward and problem.has_intervals:
+    if problem.has_lists:
+        found |= {name: strided_tensor(Int32, 4) for name in ("numbers", "counts")}
+    if problem.has_query_ranges:
+        found["query_ranges"] = strided_tensor(Int32, 4)
+    if problem.block_size is not None:
+        found["seen"] = strided_tensor(Int8, 4)
+    if is_backward and problem.has_intervals and not problem.has_lists:
         found["bounds"] = strided_tensor(Int32, 4)
     if is_backward and problem.has_alibi and not problem.constant_slopes:
         found["dslopes"] = strided_tensor(Float32, 3)

@@ -140,7 +140,7 @@ def launch(
 
 def compile_requests(problem: AttentionProblem, config: BackwardConfig, arch: str) -> list[CompileRequest]:
     """The request for the kernel of a backward's bounds, if it needs any."""
-    if not problem.has_intervals:
+    if not problem.has_intervals or problem.has_lists:
         return []
     kernel = kernel_of(problem, config)
     pairs = tuple(zip(kernel._fields, kernel, strict=True))

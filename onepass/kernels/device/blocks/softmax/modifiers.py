@@ -24,6 +24,8 @@ from ..memory.ptx import add_one_to_global, philox, philox_keys
 from ..memory.untraced import Untraced
 from .dropout import KeptPairs, bit, group_of
 
+SEEN_UNIT = 64  # queries and keys of a block of `ModifierTensors.seen`
+
 
 class Place(NamedTuple):
     """The head and the sequence that a block of scores belongs to.
@@ -83,7 +85,17 @@ class Modifiers(Untraced):
     @property
     def has_intervals(self) -> bool:
         """Whether the keys that a query sees follow from tensors."""
-        return not (self.tensors.ranges is self.tensors.positions is self.tensors.starts is None)
+        return self.has_lists or not (self.tensors.ranges is self.tensors.positions is self.tensors.starts is None)
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether a tile's blocks come from a list."""
+        return self.tensors.numbers is not None
+
+    @property
+    def hides_by_key(self) -> bool:
+        """Whether a pair may be hidden although the key is in the query's interval."""
+        return self.tensors.query_ranges is not None or self.tensors.seen is not None
 
     @property
     def adds_terms(self) -> bool:
@@ -156,9 +168,56 @@ class Modifiers(Untraced):
         clear_first = maximum(minimum(ceil_div(clear_low, tile_n), clear_last), first)
         return KeyBlocks(first, clear_first, clear_last, last)
 
+    def block_number(self, place: Place, tile, position) -> Int32:
+        """The block at a position of the list of a tile with this number."""
+        return self.tensors.numbers[position, tile, place.head, place.entry]
+
+    def queries_of_key(self, place: Place, key) -> tuple:
+        """The queries [low, high) of `query_ranges` that see a key; past the last key, those of the last one."""
+        ranges = self.tensors.query_ranges
+        key = maximum(minimum(key, ranges.shape[0] - 1), 0)
+        return tuple(ranges[key, i, place.head, place.entry] for i in range(2))
+
+    def is_in_seen_block(self, place: Place, query, key) -> Boolean:
+        """Whether the query's block sees the key's; past the last ones, those of the last ones."""
+        seen = self.tensors.seen
+        i, j = (minimum(n // SEEN_UNIT, size - 1) for n, size in ((query, seen.shape[0]), (key, seen.shape[1])))
+        return seen[i, j, place.head, place.entry] != 0
+
+    @cute.jit
+    def hide_by_key(self, scores: cute.Tensor, block: Block, hidden: cutlass.Constexpr[float]):
+        """Replace the scores of pairs that `query_ranges` or blocks hide."""
+        place, rows = block.places[0], block.rows
+        columns = cute.size(scores, mode=[1])
+        if cutlass.const_expr(self.tensors.query_ranges is not None):
+            if cutlass.const_expr(block.has_keys_in_rows):
+                for r in cutlass.range_constexpr(2):
+                    low, high = self.queries_of_key(place, rows[r])
+                    low, high = low - block.first_column, high - block.first_column
+                    for c in cutlass.range_constexpr(columns):
+                        is_seen = low <= column_offset(c) and column_offset(c) < high
+                        scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
+            else:
+                for c in cutlass.range_constexpr(columns):
+                    low, high = self.queries_of_key(place, block.first_column + column_offset(c))
+                    for r in cutlass.range_constexpr(2):
+                        is_seen = low <= rows[r] and rows[r] < high
+                        scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
+        if cutlass.const_expr(self.tensors.seen is not None):
+            # neither the two rows nor the two columns of a group of 8 lie in different blocks
+            for c in cutlass.range_constexpr(0, columns, 2):
+                column = block.first_column + column_offset(c)
+                query, key = (column, rows[0]) if cutlass.const_expr(block.has_keys_in_rows) else (rows[0], column)
+                is_seen = self.is_in_seen_block(place, query, key)
+                for i in cutlass.range_constexpr(4):
+                    r, n = i // 2, c + i % 2
+                    scores[r, n] = scores[r, n] if is_seen else Float32(hidden)
+
     @cute.jit
     def hide(self, scores: cute.Tensor, block: Block, hidden: cutlass.Constexpr[float]):
-        """Replace the scores of pairs outside of the queries' intervals."""
+        """Replace the scores of pairs outside of the queries' intervals, and of those that keys hide."""
+        if cutlass.const_expr(self.hides_by_key):
+            self.hide_by_key(scores, block, hidden)
         columns = cute.size(scores, mode=[1])
         if cutlass.const_expr(not block.has_keys_in_rows):
             for r in cutlass.range_constexpr(2):
@@ -211,7 +270,13 @@ class Modifiers(Untraced):
         return maximum(minimum(self.tensors.positions[row, place.row_entry], bias.shape[0] - 1), 0)
 
     def of_pair(self, score: Float32, place: Place, query, key) -> Float32:
-        """The score of one pair with its terms; -inf where a bias hides it."""
+        """The score of one pair with its terms; -inf where a bias, the key's range or a block hides it."""
+        if self.tensors.query_ranges is not None:
+            low, high = self.queries_of_key(place, key)
+            score = select_float(low <= query, score, -Float32.inf)
+            score = select_float(query < high, score, -Float32.inf)
+        if self.tensors.seen is not None:
+            score = select_float(self.is_in_seen_block(place, query, key), score, -Float32.inf)
         if self.tensors.slopes is not None:
             score = score - self.slope(place) * cute.math.absf(Float32(self.position(place, query) - key))
         if self.tensors.bias is not None:

@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32
 
 from .....geometry import tile_scheduler
 from .....geometry.block_range import (
+    QueryBlocks,
     first_key_block,
     following_query_block,
     last_key_block,
@@ -18,6 +19,7 @@ from .....geometry.block_range import (
     turn_in_ring,
 )
 from .....geometry.integers import minimum, select
+from ....arguments import ModifierTensors
 from ..memory.layouts import at_head
 from ..repair import gradients as repair_gradients
 from ..repair.rows import VECTOR_BYTES, SourceTensors, row_sums, write_row
@@ -68,6 +70,8 @@ class KeyTiles:
     heads_together: bool = False  # see BackwardConfigSm90
     cluster_size: int = 1  # thread blocks that take a tile together
     has_intervals: bool = False  # the query blocks of a tile are in `ModifierTensors.bounds`
+    has_lists: bool = False  # or in lists, see launch/block_lists.py: a block's number is then its place in one
+    lists: ModifierTensors | None = None  # set while the kernel is traced
     vector_bytes: int = VECTOR_BYTES  # of loads of rows for what is computed again
 
     def schedule_of_keys(self, schedule: Schedule, lengths: Lengths, rows_k: Int32, rows_q: Int32) -> PackedSchedule:
@@ -109,7 +113,11 @@ class KeyTiles:
         seqlen_k = used_keys(seqlens.lengths, entry, rows_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         n_start = n_block * self.tile_n
-        if cutlass.const_expr(self.has_intervals):
+        if cutlass.const_expr(self.has_lists):
+            counts = seqlens.modifiers.tensors.counts
+            full, last = (counts[i, n_block, head, origin_q] for i in range(2))
+            blocks = QueryBlocks(Int32(0), Int32(0), full, last)
+        elif cutlass.const_expr(self.has_intervals):
             bounds = seqlens.modifiers.tensors.bounds
             coordinate = (first_tile + n_block, 0) if cutlass.const_expr(self.is_packed) else (n_block, origin_q)
             blocks = [bounds[coordinate[0], i, head, coordinate[1]] for i in range(4)]
@@ -140,6 +148,12 @@ class KeyTiles:
         if cutlass.const_expr(self.ring_lag > 0):
             m_block = tile.place * self.ring_lag
         return tile.head_kv * self.group, m_block
+
+    def query_block(self, tile: KeyTile, m_block: Int32) -> Int32:
+        """The number of a block of queries: of the one at this place of the tile's list, where there are lists."""
+        if not self.has_lists:
+            return m_block
+        return self.lists.numbers[m_block, tile.n_block, tile.head_kv, tile.origin_q]
 
     def _from_first(self, tile: KeyTile) -> Boolean | bool:
         """Whether a tile begins with its first query block and goes up, not with its last one and down."""

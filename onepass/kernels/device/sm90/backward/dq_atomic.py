@@ -27,7 +27,7 @@ class AtomicSums(Untraced):
     @cute.jit
     def share(self, tile, head: Int32, m_block: Int32) -> Int32:
         """The number of this warp's share of a block of dQ."""
-        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        number = self.kernel.m_block_number(self.accumulator, tile, head, self.kernel.query_block(tile, m_block))
         return number * self.kernel.config.consumer_warps + self.thread.warp
 
     @cute.jit

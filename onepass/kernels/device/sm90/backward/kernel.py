@@ -128,7 +128,7 @@ class BackwardSm90(KeyTiles):
         self.is_paired, self.cluster_size, self.ds_buffers = config.paired, config.tile_blocks, config.ds_buffers
         mask = Mask() if problem.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
-        self.has_intervals = problem.has_intervals
+        self.has_intervals, self.has_lists = problem.has_intervals, problem.has_lists
         self.is_deterministic = problem.deterministic
         # tiles may hold hidden pairs, which may bring NaN to gradients
         self.hides_pairs = problem.hides_pairs or problem.has_seqused_k
@@ -338,6 +338,7 @@ class BackwardSm90(KeyTiles):
         self.sync_cluster()
 
         seqlens = scores.sequences(mQ.shape[0], mK.shape[0], lengths, self.is_deterministic)
+        self.lists = seqlens.modifiers.tensors if self.has_lists else None
         # made by each role, which then keeps nothing in registers for another one
         make_background = functools.partial(
             BackgroundRows,
@@ -439,7 +440,7 @@ class BackwardSm90(KeyTiles):
 
     def share_of(self, accumulator: Accumulator, tile, head: Int32, m_block: Int32, wg: Int32, rank: Int32) -> Int32:
         """The number of a warpgroup's first share of a block of dQ, and of the counter of turns of all its shares."""
-        number = self.m_block_number(accumulator, tile, head, m_block)
+        number = self.m_block_number(accumulator, tile, head, self.query_block(tile, m_block))
         if cutlass.const_expr(self.is_paired):
             return (number * self.num_pieces + piece_of(self, wg, rank)) * WARPS
         return (number * self.num_warpgroups + wg) * WARPS

@@ -179,7 +179,7 @@ class PairedSums(PieceSums):
         return piece_of(self.kernel, self.thread.wg, self.rank)
 
     def share(self, tile, head: Int32, m_block: Int32) -> Int32:
-        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        number = self.kernel.m_block_number(self.accumulator, tile, head, self.kernel.query_block(tile, m_block))
         return self.share_of_piece(number, self.piece)
 
     @cute.jit

@@ -65,7 +65,8 @@ class BackwardProducer(Untraced):
             for i in cutlass.range(num_steps, unroll=1):
                 if i == num_steps - DRAW_AHEAD:
                     queue.want_next()
-                self._load(self.pipes.do, do_state, self.do, head, tile.origin_q, m_block, do_state.index)
+                block = self.kernel.query_block(tile, m_block)
+                self._load(self.pipes.do, do_state, self.do, head, tile.origin_q, block, do_state.index)
                 do_state.advance()
                 head, m_block = self.kernel.next_visit(tile, head, m_block)
                 if i < num_steps - 1:
@@ -110,6 +111,7 @@ class BackwardProducer(Untraced):
     @cute.jit
     def _load_q(self, tile, head: Int32, m_block: Int32, state):
         """Load Q, and lse and delta of its rows."""
+        m_block = self.kernel.query_block(tile, m_block)
         self._load(self.pipes.q, state, self.q, head, tile.origin_q, m_block, state.index)
         number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)

@@ -334,7 +334,9 @@ class WideConsumer(Untraced):
         pieces = self.pieces(wg)
         accs = [self.gemms.issue_dq(count, piece) for piece in pieces]
         self.sums.turns.take()
-        number = self.kernel.m_block_number(self.sums.accumulator, tile, *block)
+        head, m_block = block
+        m_block = self.kernel.query_block(tile, m_block)
+        number = self.kernel.m_block_number(self.sums.accumulator, tile, head, m_block)
         for i in cutlass.range_constexpr(len(accs)):
             warpgroup.wait_group(len(accs) - 1 - i)
             self.sums.add_share(accs[i], self.sums.share_of_piece(number, pieces[i]))

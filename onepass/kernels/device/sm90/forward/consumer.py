@@ -74,7 +74,7 @@ class Consumer(Untraced):
         self.scores = ForwardScores(kernel, rows, self.gemms, scales, inputs.modifiers)
         self.output = Output(kernel, rows, self.gemms, scales, inputs)
         self.own_blocks = OwnBlocks(kernel, rows, inputs.modifiers)
-        self.past_the_end = PastTheEnd(kernel, thread, inputs.pipes, buffers)
+        self.past_the_end = PastTheEnd(kernel, thread, inputs.pipes, buffers, inputs.modifiers)
         self.loads = OwnLoads(producer)
 
     # ---------------------------------------------------------------- through all tiles of the thread block

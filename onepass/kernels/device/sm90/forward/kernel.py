@@ -39,7 +39,7 @@ from cutlass.memory import SmemAllocator
 
 from .....errors import UnsupportedError
 from .....geometry import tile_scheduler
-from .....geometry.block_range import blocks_of_rows, key_blocks
+from .....geometry.block_range import KeyBlocks, blocks_of_rows, key_blocks
 from .....geometry.integers import ceil_div, minimum
 from .....geometry.splits import Splits, blocks_of_split, visited_blocks
 from .....geometry.tile_scheduler import LANES
@@ -69,7 +69,7 @@ from ...blocks.memory.ptx import exit_if
 from ...blocks.repair.rows import SourceTensors
 from ...blocks.softmax import cache_scales
 from ...blocks.softmax.mask import Geometry
-from ...blocks.softmax.modifiers import place_of
+from ...blocks.softmax.modifiers import Modifiers, place_of
 from ...blocks.softmax.scaled import DescaleTensors
 from ...blocks.softmax.sinks import Sinks
 from ...blocks.tiles.packed import Lengths, PackedSchedule, used_keys
@@ -166,6 +166,9 @@ class ForwardSm90:
         self.has_window = mask.window_left is not None, mask.window_right is not None
         # the sides on which blocks of keys are cut, besides the end of a sequence
         self.cut_sides = (True, True) if self.has_intervals else self.has_window
+        self.has_lists = problem.has_lists  # the partial blocks come first, so that all masks are on one side
+        if self.has_lists:
+            self.cut_sides = (False, True)
         self.longest_first = config.longest_first and (self.has_window == (False, True) or self.has_intervals)
         self.is_packed, self.packs_keys = problem.is_packed, problem.is_packed and not reads_cache
         self.hides_pairs = problem.hides_pairs
@@ -174,6 +177,7 @@ class ForwardSm90:
         self.skips_unused = self.is_packed and reads_cache and config.num_warpgroups > 1
         # rows of a document may begin inside a tile, and see none of the keys of those before
         self.skips_lowest = self.has_intervals and config.warp_specialized and not self.skips_unused
+        self.skips_lowest = self.skips_lowest and not self.has_lists
         # V may hold arbitrary values past the last key of a sequence
         self.has_garbage = problem.is_packed or problem.has_seqused_k
         registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
@@ -376,7 +380,8 @@ class ForwardSm90:
 
         seqlen_k = pages.capacity if self.is_paged else mK.shape[0]
         seqlens = scores.sequences(self._seqlen_q(mQ), seqlen_k, lengths)
-        producer = Producer(self, loads, (sQ, sLoadedK, sLoadedV), loaded, pages, notes, descales)
+        loaded_tiles = sQ, sLoadedK, sLoadedV
+        producer = Producer(self, loads, loaded_tiles, loaded, pages, notes, descales, seqlens.modifiers)
         all_splits = None
         if cutlass.const_expr(self.is_split and self.is_packed):
             all_splits = schedule.splits.num_splits, schedule.total_q
@@ -475,7 +480,11 @@ class ForwardSm90:
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
         tile_m = self.tile_m * self.cluster_size
         m_start = m_block * tile_m
-        if cutlass.const_expr(self.has_intervals):
+        if cutlass.const_expr(self.has_lists):
+            counts = seqlens.modifiers.tensors.counts
+            full, last = (counts[i, m_block, head, origin_q] for i in range(2))
+            blocks = KeyBlocks(Int32(0), Int32(0), full, last)
+        elif cutlass.const_expr(self.has_intervals):
             place, lane = place_of(head, origin_q, sequence, geometry, self.is_packed), cute.arch.lane_idx()
             rows = [(place, m_start + lane + i) for i in range(0, tile_m, LANES)]
             blocks = seqlens.modifiers.key_blocks(rows, seqlen_k, self.tile_n)
@@ -497,6 +506,13 @@ class ForwardSm90:
         sequence = sequence if self.needs_sequence else None
         num_splits = num_splits if self.is_split and self.is_packed else None
         return Tile(m_block, head, origin_q, origin_k, geometry, *blocks, sequence, origin_out, num_splits)
+
+    def key_block(self, tile: Tile, n_block: Int32, modifiers: Modifiers | None) -> Int32:
+        """The number of a block of keys: of the one at this position of a list, where there are lists."""
+        if not self.has_lists:
+            return n_block
+        place = place_of(tile.head, tile.origin_q, tile.sequence, tile.geometry, self.is_packed)
+        return modifiers.block_number(place, tile.m_block, n_block)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         """A head of q, out or lse: `layouts.at_head` for tensors of queries."""

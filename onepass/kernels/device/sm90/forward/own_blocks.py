@@ -39,7 +39,8 @@ class OwnBlocks(Untraced):
         """
         kernel = self.kernel
         skipped, unused = Int32(0), Int32(0)
-        if cutlass.const_expr((kernel.has_window[1] or kernel.has_intervals) and kernel.config.warp_specialized):
+        may_skip = (kernel.has_window[1] or kernel.has_intervals) and not kernel.has_lists
+        if cutlass.const_expr(may_skip and kernel.config.warp_specialized):
             seqlen_q = tile.geometry.seqlen_q
             rows = kernel.tile_m // kernel.num_warpgroups
             m_start = tile.m_block * kernel.tile_m + self.wg * rows

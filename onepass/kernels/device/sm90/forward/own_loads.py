@@ -38,7 +38,9 @@ class OwnLoads(Untraced):
                 self._load_v(tile, n_block, after(v_state))
 
     def _load_k(self, tile: Tile, n_block: Int32, state):
-        self.producer.load_k(self.producer.head_kv(tile), tile.origin_k, n_block, as_producer(state))
+        block = self.producer.key_block(tile, n_block)
+        self.producer.load_k(self.producer.head_kv(tile), tile.origin_k, block, as_producer(state))
 
     def _load_v(self, tile: Tile, n_block: Int32, state):
-        self.producer.load_v(self.producer.head_kv(tile), self.producer.origin_v(tile), n_block, as_producer(state))
+        block = self.producer.key_block(tile, n_block)
+        self.producer.load_v(self.producer.head_kv(tile), self.producer.origin_v(tile), block, as_producer(state))

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 
 from ...blocks.memory.clear import clear_keys, clear_rows
 from ...blocks.memory.untraced import Untraced
+from ...blocks.softmax.modifiers import Modifiers
 from ...blocks.tiles.named_barrier import NamedBarrier
 from .inputs import Buffers, Thread
 from .tile import WARPGROUP, Pipes, Tile
@@ -21,18 +22,22 @@ class PastTheEnd(Untraced):
     All warpgroups write the same zeros, so they need not wait for each other.
     """
 
-    def __init__(self, kernel, thread: Thread, pipes: Pipes, buffers: Buffers):
+    def __init__(self, kernel, thread: Thread, pipes: Pipes, buffers: Buffers, modifiers: Modifiers | None):
         self.kernel, self.thread, self.pipes, self.sV = kernel, thread, pipes, buffers.v
+        self.modifiers = modifiers
 
     @cute.jit
     def clear_values(self, tile: Tile, v_state):
         """Clear rows of a tile's first block of V."""
         if cutlass.const_expr(self.kernel.has_garbage):
-            if tile.last * self.kernel.tile_n > tile.geometry.seqlen_k:
+            last = tile.last
+            if cutlass.const_expr(self.kernel.has_lists):
+                last = self.kernel.key_block(tile, tile.last - 1, self.modifiers) + 1
+            if last * self.kernel.tile_n > tile.geometry.seqlen_k:
                 state = v_state.clone()
                 for score_buffer in cutlass.range_constexpr(self.kernel.score_buffers - 1, -1, -1):
                     self.pipes.v.consumer_wait(state)
-                    start = (tile.last - 1) * self.kernel.tile_n
+                    start = (last - 1) * self.kernel.tile_n
                     first = tile.geometry.seqlen_k - start - score_buffer * self.kernel.buffer_n
                     clear = clear_keys if self.kernel.is_fp8 else clear_rows
                     for i in cutlass.range_constexpr(self.kernel.num_halves):

@@ -24,14 +24,14 @@ class Producer(Untraced):
     Every load waits until its buffer is empty, then fills it; the caller advances the state.
     """
 
-    def __init__(self, kernel, loads: Loads, buffers: tuple, pipes, pages, notes=None, descales=None):
+    def __init__(self, kernel, loads: Loads, buffers: tuple, pipes, pages, notes=None, descales=None, modifiers=None):
         """Args:
         buffers: of Q, K and V as they are loaded.
         notes: (stages,) int32 in shared memory for the warps that convert an e4m3 cache: `SIGNS` where these warps are
             to change the sign of a tile of K, else 0; `NO_TILE` after the last tile.
         descales: those of an e4m3 cache.
         """
-        self.kernel, self.pipes, self.notes, self.descales = kernel, pipes, notes, descales
+        self.kernel, self.pipes, self.notes, self.descales, self.modifiers = kernel, pipes, notes, descales, modifiers
         (self.tma_q, self.mQ), (self.tma_k, self.mK), (self.tma_v, self.mV) = loads
         (sQ, sK, sV), rows, clusters = buffers, kernel.buffer_n, kernel.cluster_size
         self.tQgQ, self.tQsQ = self._partition(loads.q, kernel.loaded_rows(sQ), kernel.q_rows, kernel.head_dim, 1)
@@ -104,7 +104,8 @@ class Producer(Untraced):
             for buffer in cutlass.range_constexpr(score_buffers - 1, -1, -1):
                 self.look_up(tile, n_block)
                 self.note(k_state, signs)
-                self.load_k(head_kv, tile.origin_k, n_block * score_buffers + buffer, k_state)
+                block = self.key_block(tile, n_block) * score_buffers + buffer
+                self.load_k(head_kv, tile.origin_k, block, k_state)
                 k_state.advance()
                 if cutlass.const_expr(buffer == score_buffers - 1):
                     self.load_q(tile, wave)
@@ -121,11 +122,13 @@ class Producer(Untraced):
                 for buffer in cutlass.range_constexpr(score_buffers - 1, -1, -1):
                     self.look_up(tile, n_block - 1 - i)
                     self.note(k_state, signs)
-                    self.load_k(head_kv, tile.origin_k, (n_block - 1 - i) * score_buffers + buffer, k_state)
+                    block = self.key_block(tile, n_block - 1 - i) * score_buffers + buffer
+                    self.load_k(head_kv, tile.origin_k, block, k_state)
                     k_state.advance()
-                    self.load_v(head_kv, self.origin_v(tile), (n_block - i) * score_buffers + buffer, v_state)
+                    block_before = self.key_block(tile, n_block - i) * score_buffers + buffer
+                    self.load_v(head_kv, self.origin_v(tile), block_before, v_state)
                     v_state.advance()
-            v_block, v_head, v_origin = tile.first, head_kv, self.origin_v(tile)
+            v_block, v_head, v_origin = self.key_block(tile, tile.first), head_kv, self.origin_v(tile)
             wave += 1
             number = queue.take(wave)
         if cutlass.const_expr(self.kernel.is_paged):
@@ -161,6 +164,9 @@ class Producer(Untraced):
                 self.notes[k_state.index] = word
 
     # ---------------------------------------------------------------- single loads, by one warp
+
+    def key_block(self, tile, n_block: Int32) -> Int32:
+        return self.kernel.key_block(tile, n_block, self.modifiers)
 
     def head_kv(self, tile) -> Int32:
         return tile.head // self.kernel.tile_heads_per_kvhead

@@ -169,6 +169,7 @@ class TileModifiers(Untraced):
     def _block(self, tile: Tile, n_block: Int32, buffer: int) -> Block:
         kernel, intervals = self.kernel, self.intervals
         rows = [self.rows.own(tile, r)[0] for r in range(2)]
+        n_block = kernel.key_block(tile, n_block, self.modifiers)
         first_column = n_block * kernel.tile_n + buffer * kernel.buffer_n + 2 * self.rows.thread.lane_in_quad
         slope = None if self.slope is None else self.slope[0]
         if intervals is not None:

@@ -1,0 +1,107 @@
+"""Masks whose tiles visit lists of blocks: query_ranges and block_mask, forward and backward."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, GpuCall, needs_hopper, size
+from gradient_cases import expected_gradients, hard_gradients, loss_of
+from random_calls import fenced
+
+import onepass
+from onepass import BlockMask, masks
+from onepass.dispatch import attention as dispatch
+
+pytestmark = needs_hopper
+HEADS = 4, 2
+
+
+def _random_ranges(rows: int, columns: int) -> torch.Tensor:
+    ranges = torch.randint(0, columns + 1, (2, 4, rows, 2)).sort(-1).values
+    return ranges.int()
+
+
+def _blocks(n: int, block: int, heads: int = 1, share: float = 0.4) -> BlockMask:
+    count = -(-n // block)
+    return BlockMask.from_blocks((torch.rand(2, heads, count, count) < share).to(DEVICE), (block, block))
+
+
+def _of_ranges(n: int) -> dict[str, Any]:
+    ranges = {name: t.to(DEVICE) for name, t in masks.block_diffusion(n // 2, 40).items()}
+    return {"block_mask": BlockMask.from_ranges(n, n, block_size=(64, 128), **ranges)}
+
+
+MASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "rollouts": lambda n: masks.rollouts(n // 4, [n // 8] * 3 + [n - n // 4 - n // 8 * 3]),
+    "block diffusion": lambda n: masks.block_diffusion(n // 2, 48),
+    "queries of keys": lambda n: {"query_ranges": _random_ranges(n, n)},
+    "both sides, causal": lambda n: {
+        "query_ranges": _random_ranges(n, n), "key_ranges": _random_ranges(n, n), "causal": True
+    },
+    "seqused_k, window": lambda n: {
+        "query_ranges": _random_ranges(n, n), "seqused_k": torch.tensor([n // 3, n - 5]).int(), "window": (90, 60)
+    },
+    "blocks of 64": lambda n: {"block_mask": _blocks(n, 64)},
+    "blocks of 128, causal": lambda n: {"block_mask": _blocks(n, 128, heads=4), "causal": True},
+    "blocks of a kv head, sinks": lambda n: {"block_mask": _blocks(n, 64, heads=2), "sinks": torch.randn(4)},
+    "blocks of ranges": _of_ranges,
+    "blocks, ALiBi": lambda n: {"block_mask": _blocks(n, 128), "alibi_slopes": torch.rand(4) * 0.2},
+    "no block": lambda n: {"block_mask": _blocks(n, 64, share=0.0)},
+}  # fmt: skip
+
+
+class ListCase(NamedTuple):
+    mask: str
+    seqlen: int
+    head_dims: tuple[int, int] = (64, 64)
+    dtype: torch.dtype = BF16
+
+    def call(self, seed: int = 0) -> GpuCall:
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
+        (hq, hkv), (d, dv) = HEADS, self.head_dims
+        shapes = {"q": (2, self.seqlen, hq, d), "k": (2, self.seqlen, hkv, d), "v": (2, self.seqlen, hkv, dv)}
+        tensors = {name: fenced(shape, self.dtype, DEVICE, generator) for name, shape in shapes.items()}
+        options = MASKS[self.mask](self.seqlen)
+        options = {n: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for n, t in options.items()}
+        return GpuCall(tensors, options, seed)
+
+
+CASES = [ListCase(mask, n) for mask in MASKS for n in (size(200, 70), size(650, 200))]
+CASES += [ListCase(mask, size(400, 130), (128, 128)) for mask in MASKS]
+CASES += [ListCase(mask, size(330, 130), (256, 256), FP16) for mask in MASKS]
+CASES += [
+    ListCase(mask, size(400, 130), dims) for mask in ("rollouts", "blocks of 64") for dims in ((96, 96), (192, 128))
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(case):
+    call = case.call()
+    call.check(with_floor=True)
+    loss = loss_of(call)
+    assert not expected_gradients(call, loss).misses(hard_gradients(call, loss))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("mask", ["rollouts", "blocks of 64"])
+def test_kernels_compute_them(mask):
+    call = ListCase(mask, 200).call()
+    tensors = {**call.tensors, **call.options}
+    assert onepass.supports(**tensors, backend=BACKEND).ok
+    from onepass.validation.attention import check_attention
+
+    _, problem = check_attention(**tensors, deterministic=False, return_lse=True)
+    assert dispatch.backend_of_backward(BACKEND, problem) == BACKEND
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_no_value_is_read_on_the_host():
+    call = ListCase("both sides, causal", 200).call()
+    call.run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
