@@ -156,7 +156,7 @@ def forward_requests(name: str, problem: AttentionProblem, config: LaunchConfig)
     if name == "sm90":
         from ..kernels.launch.forward_sm90 import helper_requests
 
-        requests += helper_requests(problem)
+        requests += helper_requests(problem, config)
     return requests
 
 

@@ -50,9 +50,10 @@ class ModifierTensors(NamedTuple):
         keep_bytes: of the 256 values of a random byte, how many keep a pair.
         keep_scale: what a kept probability is multiplied with.
         first_head, all_heads: the number of q's first head in the call whose random bits these are, and its heads.
-        query_ranges: (keys, 2, heads, entries) int32, a range of queries for each key.
-        seen: (blocks of 64 queries, blocks of 64 keys, heads, entries) int8, not 0 where queries see keys.
-        numbers, counts: the blocks that tiles visit, see launch/block_lists.py.
+        query_ranges: (keys, 2, heads, entries) int32, a range of queries for each key; packed sequences have one entry.
+        kinds: (blocks of queries, blocks of keys, heads, entries or sequences) int8, 0 where queries see no key.
+        numbers, counts, turns: (blocks, tiles, heads, entries), (2, tiles, heads, entries) and (tiles of keys, blocks of
+            queries, heads, entries) int32, the blocks that tiles visit: `BlockListsArguments`.
         term_scale: what brings a term to the unit of scores: scale_log2 of `ScoreFactors`, inverted, times log2(e).
         bounds: (tiles of keys, 4, kv heads, entries) int32, the query blocks of a backward's tiles: `QueryBlocks`. The
             tiles of packed sequences are numbered one after the other, see launch/modifiers.py.
@@ -73,9 +74,10 @@ class ModifierTensors(NamedTuple):
     all_heads: Int | None = None
     term_scale: Float | None = None
     query_ranges: Tensor | None = None
-    seen: Tensor | None = None
+    kinds: Tensor | None = None
     numbers: Tensor | None = None
     counts: Tensor | None = None
+    turns: Tensor | None = None
     bounds: Tensor | None = None
     dslopes: Tensor | None = None
     dbias: Tensor | None = None
@@ -246,6 +248,25 @@ class QueryBoundsArguments(NamedTuple):
     seqlen_q: Int  # rows of q and of k, those of all packed sequences together
     seqlen_k: Int
     group: Int  # query heads that share bounds
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    window_left: Int | None = None
+    window_right: Int | None = None
+
+
+class BlockListsArguments(NamedTuple):
+    """The arguments of `BlockLists`. Numbers of tiles and blocks are those of its module."""
+
+    of_queries: Tensor  # (entries, heads, blocks of queries, 4) int32, for what the first launch leaves to the others
+    of_keys: Tensor | None  # (entries, heads, blocks of keys, 4) int32: the same of keys, with query_ranges
+    numbers: Tensor  # (entries, heads, tiles, blocks) int32: the blocks that a tile visits
+    counts: Tensor  # (entries, heads, tiles, 2) int32: how many of them are full, and how many there are
+    turns: Tensor | None  # (entries, heads, blocks of queries, tiles) int32: how many tiles before one visit a block
+    modifiers: ModifierTensors  # only those that hide pairs
+    seqlen_q: Int  # rows of q and of k, those of all packed sequences together
+    seqlen_k: Int
+    group: Int  # query heads that share lists
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, GpuCall, needs_hopper, size
+from gpu_cases import BACKEND, BF16, DEVICE, FP16, ON_GPU, GpuCall, needs_hopper, offsets, size
 from gradient_cases import expected_gradients, hard_gradients, loss_of
 from random_calls import fenced
 
@@ -22,9 +22,9 @@ def _random_ranges(rows: int, columns: int) -> torch.Tensor:
     return ranges.int()
 
 
-def _blocks(n: int, block: int, heads: int = 1, share: float = 0.4) -> BlockMask:
+def _blocks(n: int, block: int, heads: int = 1, share: float = 0.4, batch: int = 2) -> BlockMask:
     count = -(-n // block)
-    return BlockMask.from_blocks((torch.rand(2, heads, count, count) < share).to(DEVICE), (block, block))
+    return BlockMask.from_blocks((torch.rand(batch, heads, count, count) < share).to(DEVICE), (block, block))
 
 
 def _of_ranges(n: int) -> dict[str, Any]:
@@ -51,9 +51,25 @@ MASKS: dict[str, Callable[[int], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# of packed sequences: (total rows, the longest sequence, the number of sequences)
+PACKED_MASKS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
+    "queries of keys": lambda total, n, batch: {"query_ranges": _random_ranges(total, n)[0]},
+    "both sides, causal": lambda total, n, batch: {
+        "query_ranges": _random_ranges(total, n)[1, :1], "key_ranges": _random_ranges(total, n)[0], "causal": True
+    },
+    "blocks of 64": lambda total, n, batch: {"block_mask": _blocks(n, 64, batch=batch)},
+    "blocks of a kv head, causal": lambda total, n, batch: {
+        "block_mask": _blocks(n, 64, heads=2, batch=batch), "causal": True
+    },
+    "blocks and queries of keys, window": lambda total, n, batch: {
+        "block_mask": _blocks(n, 128, batch=batch), "query_ranges": _random_ranges(total, n)[0], "window": (200, 50)
+    },
+}  # fmt: skip
+
+
 class ListCase(NamedTuple):
     mask: str
-    seqlen: int
+    seqlen: int | tuple[int, ...]
     head_dims: tuple[int, int] = (64, 64)
     dtype: torch.dtype = BF16
 
@@ -61,19 +77,26 @@ class ListCase(NamedTuple):
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
         (hq, hkv), (d, dv) = HEADS, self.head_dims
-        shapes = {"q": (2, self.seqlen, hq, d), "k": (2, self.seqlen, hkv, d), "v": (2, self.seqlen, hkv, dv)}
+        if isinstance(self.seqlen, tuple):
+            lead, lengths = (sum(self.seqlen) + 5,), self.seqlen
+            options = PACKED_MASKS[self.mask](lead[0], max(lengths), len(lengths))
+            options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor(offsets(lengths)).int())
+        else:
+            lead, options = (2, self.seqlen), MASKS[self.mask](self.seqlen)
+        shapes = {"q": (*lead, hq, d), "k": (*lead, hkv, d), "v": (*lead, hkv, dv)}
         tensors = {name: fenced(shape, self.dtype, DEVICE, generator) for name, shape in shapes.items()}
-        options = MASKS[self.mask](self.seqlen)
         options = {n: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for n, t in options.items()}
         return GpuCall(tensors, options, seed)
 
 
+PACKED = (size(200, 70), 0, size(330, 130), 7)
 CASES = [ListCase(mask, n) for mask in MASKS for n in (size(200, 70), size(650, 200))]
 CASES += [ListCase(mask, size(400, 130), (128, 128)) for mask in MASKS]
 CASES += [ListCase(mask, size(330, 130), (256, 256), FP16) for mask in MASKS]
 CASES += [
     ListCase(mask, size(400, 130), dims) for mask in ("rollouts", "blocks of 64") for dims in ((96, 96), (192, 128))
 ]
+CASES += [ListCase(mask, PACKED, (d, d)) for mask in PACKED_MASKS for d in (64, 128, 256)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -82,6 +105,25 @@ def test_values_and_gradients(case):
     call.check(with_floor=True)
     loss = loss_of(call)
     assert not expected_gradients(call, loss).misses(hard_gradients(call, loss))
+
+
+@pytest.mark.parametrize("mask", ["both sides, causal", "blocks of 128, causal", "no block", "blocks, ALiBi"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_gradients(mask, head_dim):
+    _check_deterministic(ListCase(mask, size(1100, 200), (head_dim, head_dim)))
+
+
+@pytest.mark.parametrize("mask", PACKED_MASKS)
+def test_deterministic_gradients_of_packed_sequences(mask):
+    _check_deterministic(ListCase(mask, PACKED, (128, 128)))
+
+
+def _check_deterministic(case: ListCase) -> None:
+    call = case.call()
+    loss = loss_of(call)
+    found = [hard_gradients(call, loss, deterministic=True) for _ in range(3)]
+    assert not expected_gradients(call, loss).misses(found[0])
+    assert all(torch.equal(again[name], found[0][name]) for again in found[1:] for name in again)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

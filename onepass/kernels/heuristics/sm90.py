@@ -313,9 +313,9 @@ def _with_turns(config: BackwardConfigSm90, problem: AttentionProblem) -> Backwa
     """The configuration with the order of turns of deterministic gradients.
 
     Without rings and an ascending end (windows, packed sequences, groups, ranges, positions, left padding) the order is
-    that of the Ampere kernels.
+    that of the Ampere kernels. Turns of tiles that have lists ascend.
     """
-    if not problem.deterministic:
+    if not problem.deterministic or problem.has_lists:
         return config
     if (lag := _ring_lag(config, problem)) > 0:
         return replace(config, ring_lag=lag, dynamic_tiles=False)

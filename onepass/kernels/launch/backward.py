@@ -17,7 +17,7 @@ from ...problem.outputs import empty_gradients
 from ..arguments import PostprocessArguments, PreprocessArguments, SinkGradientsArguments
 from ..compiler.compile import CompileRequest
 from ..config import BackwardConfigSm80, BackwardConfigSm90
-from . import block_lists, modifiers, query_bounds
+from . import modifiers, query_bounds
 from .arguments import (
     aligned,
     element_type,
@@ -36,9 +36,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
     for name, size in (("num_heads", problem.num_heads_q), ("batch", problem.batch)):
         if size > MAX_GRID:
             return f"{name}: expected up to {MAX_GRID}, got {size}"
-    if problem.has_lists and problem.deterministic:
-        return f"deterministic: expected False with {problem.modifiers_named}"
-    return modifiers.unsupported_lists(problem)
+    return None
 
 
 def without_keys(
@@ -79,6 +77,7 @@ class BackwardLaunch:
     postprocess: Callable | None
     sink_gradients: Callable | None  # with sinks
     query_bounds: Callable | None  # with intervals
+    block_lists: Callable | None  # with lists
     blocks_per_head: int
     heads_per_section: int
 
@@ -183,15 +182,14 @@ class BackwardLaunch:
         if problem.has_modifiers:
             assert inputs.modifiers is not None
             terms = modifiers.gradients_of_terms(problem, config, inputs)
-            given, bounds = modifiers.arguments_of(problem, inputs.modifiers), None
+            given, bounds = modifiers.arguments_of(problem, inputs.modifiers, inputs.blocks), None
             assert given is not None
             if self.query_bounds is not None:
                 lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
                 window = self.numbers["window_left"], self.numbers["window_right"]
                 bounds = query_bounds.launch(self.query_bounds, problem, config, given, window, *lengths)
-            if problem.has_lists:
-                lists = block_lists.of_keys(problem, inputs, (config.tile_m, config.tile_n))
-                given = modifiers.with_lists(problem, given, inputs, lists, problem.num_heads_kv)
+            if self.block_lists is not None:
+                given = self.block_lists(given, inputs)
             sources["modifiers"] = modifiers.backward_arguments(problem, given, bounds, terms)
         shared: dict[str, Any] = {
             "dq_accum": dq_accum,

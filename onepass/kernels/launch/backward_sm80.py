@@ -81,7 +81,7 @@ def launch_of(problem: AttentionProblem, has_dlse: bool, config: BackwardConfigS
     sinks, bounds = kernels.get("backward_sinks"), kernels.get("backward_bounds")
     blocks_per_head, num_tiles = counts(problem, config)
     section = heads_per_section(problem, config)
-    return Launch(problem, config, before, main, after, sinks, bounds, blocks_per_head, section, num_tiles)
+    return Launch(problem, config, before, main, after, sinks, bounds, None, blocks_per_head, section, num_tiles)
 
 
 def compile_requests(

@@ -20,7 +20,7 @@ from ..config import PROGRESS_HEADER, BackwardConfigSm90
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
-from . import modifiers, query_bounds
+from . import block_lists, modifiers, query_bounds
 from .arguments import element_type, fake_integers, fake_tensor, shared_stand_ins, traced
 from .backward import (
     BackwardLaunch,
@@ -83,9 +83,10 @@ def prepare(
         kernels.get(name)
         for name in ("backward_preprocess", "backward_postprocess", "backward_sinks", "backward_bounds")
     )
+    lists = block_lists.prepared(problem, (config.tile_m, config.tile_n), True, ARCH)
     main = kernels["backward"]
     num_ctas = num_clusters * config.tile_blocks
-    return Launch(problem, config, before, main, after, sinks, bounds, blocks_per_head, section, num_ctas)
+    return Launch(problem, config, before, main, after, sinks, bounds, lists, blocks_per_head, section, num_ctas)
 
 
 def compile_requests(
@@ -98,7 +99,9 @@ def compile_requests(
     key = (problem.static(), config, has_dlse and config.rows_in_background(problem))
     main = CompileRequest("backward", key, arch, functools.partial(trace, problem, config, has_dlse))
     rows = requests_of_rows(problem, config, arch, has_dlse)
-    return [*rows[:1], *query_bounds.compile_requests(problem, config, arch), main, *rows[1:], *sinks]
+    before = [*rows[:1], *query_bounds.compile_requests(problem, config, arch)]
+    before += block_lists.compile_requests(problem, (config.tile_m, config.tile_n), True, arch)
+    return [*before, main, *rows[1:], *sinks]
 
 
 @dataclass(frozen=True)

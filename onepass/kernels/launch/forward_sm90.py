@@ -56,7 +56,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
         return f"head_dim_v: expected a multiple of 16 above 128 in float32, got {problem.head_dim_v}"
     if problem.softcap is None and problem.softmax_scale <= 0:
         return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
-    return modifiers.unsupported_lists(problem)
+    return None
 
 
 def _unsupported_fp8(problem: AttentionProblem) -> str | None:
@@ -96,8 +96,8 @@ def prepare(
     kernel = compile.get(*compile_request(problem, config))
     grid = persistent_grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
     arguments = in_order(ForwardSm90Arguments, score_arguments(problem) | grid)
-    tile = config.tile_m, config.tile_n
-    return Launch(problem, kernel, arguments, config.dynamic_tiles, config.transposes_v, tile)
+    lists = block_lists.prepared(problem, (config.tile_m, config.tile_n), False, ARCH)
+    return Launch(problem, kernel, arguments, config.dynamic_tiles, config.transposes_v, lists)
 
 
 def persistent_grid(problem: AttentionProblem, config: ForwardConfigSm90, num_sms: int) -> dict[str, int]:
@@ -135,9 +135,10 @@ def compile_request(
     return CompileRequest("forward", (static, config), arch, functools.partial(trace, problem, config))
 
 
-def helper_requests(problem: AttentionProblem) -> list[CompileRequest]:
-    """The requests for the kernels that a call runs before the forward, whatever its configuration."""
-    return float32_halves.compile_requests(problem) if problem.dtype == torch.float32 else []
+def helper_requests(problem: AttentionProblem, config: ForwardConfigSm90) -> list[CompileRequest]:
+    """The requests for the kernels that a call runs before the forward."""
+    halves = float32_halves.compile_requests(problem) if problem.dtype == torch.float32 else []
+    return halves + block_lists.compile_requests(problem, (config.tile_m, config.tile_n), False, ARCH)
 
 
 class KernelScales(NamedTuple):
@@ -170,7 +171,7 @@ class Launch:
     in_order: Callable[..., tuple]
     is_dynamic: bool
     transposes_v: bool
-    tile: tuple[int, int]
+    lists: Callable[..., ModifierTensors] | None
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_outputs(self.problem, inputs)
@@ -231,11 +232,8 @@ class Launch:
         )
 
     def modifiers(self, inputs: AttentionInputs) -> ModifierTensors | None:
-        found = modifiers.arguments_of(self.problem, inputs.modifiers)
-        if found is None or not self.problem.has_lists:
-            return found
-        lists = block_lists.of_queries(self.problem, inputs, self.tile)
-        return modifiers.with_lists(self.problem, found, inputs, lists, self.problem.num_heads_q)
+        found = modifiers.arguments_of(self.problem, inputs.modifiers, inputs.blocks)
+        return found if self.lists is None else self.lists(found, inputs)
 
 
 def v_keys_last(v: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:

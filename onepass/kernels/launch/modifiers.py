@@ -9,14 +9,12 @@ from torch import Tensor
 
 from ...geometry import philox
 from ...geometry.integers import ceil_div
-from ...problem import AttentionInputs, AttentionProblem, Modifiers
+from ...problem import AttentionInputs, AttentionProblem, Blocks, Modifiers
 from ..arguments import ModifierTensors
 from ..config import BackwardConfigSm80, BackwardConfigSm90
 from .arguments import LOG2_E, element_type, score_scales, strided_tensor
-from .block_lists import BlockLists
 
 BackwardConfig = BackwardConfigSm80 | BackwardConfigSm90
-SEEN_UNIT = 64  # queries and keys of a block of `ModifierTensors.seen`
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
@@ -26,27 +24,25 @@ def unsupported(problem: AttentionProblem) -> str | None:
     return "block_mask: expected none" if problem.block_size is not None else None
 
 
-def unsupported_lists(problem: AttentionProblem) -> str | None:
-    """Why a kernel that goes through lists of blocks does not compute a problem; None if it does."""
-    if problem.has_lists and problem.is_packed:
-        return f"{problem.modifiers_named}: expected dense sequences"
-    return None
-
-
 def entries_of(problem: AttentionProblem) -> int:
     """Batch entries of tensors with rows: packed sequences have one."""
     return 1 if problem.is_packed else problem.batch
 
 
-def arguments_of(problem: AttentionProblem, given: Modifiers | None) -> ModifierTensors | None:
+def arguments_of(
+    problem: AttentionProblem, given: Modifiers | None, blocks: Blocks | None = None
+) -> ModifierTensors | None:
     """The modifiers of a call as a forward kernel gets them."""
     if given is None:
         return None
     entries = entries_of(problem)
-    ranges, positions, slopes, bias = given.key_ranges, given.q_positions, given.alibi_slopes, given.bias
-    if ranges is not None:
-        ranges = ranges[None] if problem.is_packed else ranges
-        ranges = ranges.expand(entries, problem.num_heads_q, -1, -1).permute(2, 3, 1, 0)
+    positions, slopes, bias = given.q_positions, given.alibi_slopes, given.bias
+    ranges, query_ranges = (
+        None
+        if t is None
+        else (t[None] if problem.is_packed else t).expand(entries, problem.num_heads_q, -1, -1).permute(2, 3, 1, 0)
+        for t in (given.key_ranges, given.query_ranges)
+    )
     if positions is not None:
         positions = (positions if positions.dim() == 2 else positions[None]).expand(entries, -1).t()
     if slopes is not None:
@@ -54,7 +50,12 @@ def arguments_of(problem: AttentionProblem, given: Modifiers | None) -> Modifier
     if bias is not None:
         bias = expanded_bias(problem, bias.to(kernel_dtype(bias.dtype)))
     scale = term_scale(problem) if problem.adds_terms else None
-    found = ModifierTensors(ranges, positions, given.seqstart_k, slopes, bias, term_scale=scale)
+    found = ModifierTensors(
+        ranges, positions, given.seqstart_k, slopes, bias, term_scale=scale, query_ranges=query_ranges
+    )
+    if blocks is not None:
+        kinds = blocks.kinds.expand(problem.batch, problem.num_heads_q, -1, -1)
+        found = found._replace(kinds=kinds.permute(2, 3, 1, 0))
     if problem.dropout_p > 0:
         assert given.dropout_state is not None
         found = found._replace(
@@ -65,23 +66,6 @@ def arguments_of(problem: AttentionProblem, given: Modifiers | None) -> Modifier
             all_heads=problem.all_heads or problem.num_heads_q,
         )
     return found
-
-
-def with_lists(
-    problem: AttentionProblem, found: ModifierTensors, inputs: AttentionInputs, lists: BlockLists, heads_of_lists: int
-) -> ModifierTensors:
-    """The modifiers of a kernel whose tiles visit these blocks. Args: found: what `arguments_of` returns."""
-    assert inputs.modifiers is not None
-    heads, batch, ranges, seen = problem.num_heads_q, problem.batch, inputs.modifiers.query_ranges, None
-    if ranges is not None:
-        ranges = ranges.expand(batch, heads, -1, -1).permute(2, 3, 1, 0)
-    if inputs.blocks is not None:
-        seen = inputs.blocks.kinds
-        for dim, size in zip((2, 3), inputs.blocks.size, strict=True):
-            seen = seen.repeat_interleave(size // SEEN_UNIT, dim) if size > SEEN_UNIT else seen
-        seen = seen.expand(batch, heads, -1, -1).permute(2, 3, 1, 0)
-    numbers, counts = (t.expand(-1, -1, heads_of_lists, -1) for t in lists)
-    return found._replace(query_ranges=ranges, seen=seen, numbers=numbers, counts=counts)
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -212,10 +196,12 @@ def fake_arguments(problem: AttentionProblem, is_backward: bool = False) -> Modi
         found["term_scale"] = Float32(1.0)
     if problem.has_lists:
         found |= {name: strided_tensor(Int32, 4) for name in ("numbers", "counts")}
+        if is_backward and problem.deterministic:
+            found["turns"] = strided_tensor(Int32, 4)
     if problem.has_query_ranges:
         found["query_ranges"] = strided_tensor(Int32, 4)
     if problem.block_size is not None:
-        found["seen"] = strided_tensor(Int8, 4)
+        found["kinds"] = strided_tensor(Int8, 4)
     if is_backward and problem.has_intervals and not problem.has_lists:
         found["bounds"] = strided_tensor(Int32, 4)
     if is_backward and problem.has_alibi and not problem.constant_slopes:

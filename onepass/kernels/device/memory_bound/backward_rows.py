@@ -165,7 +165,7 @@ class Postprocess(RowsKernel):
 
     def __init__(self, problem: AttentionProblem, config: BackwardConfigSm90 | BackwardConfigSm80):
         super().__init__(problem, config)
-        self.group = problem.qhead_per_kvhead
+        self.group, self.block_size = problem.qhead_per_kvhead, problem.block_size
 
     @takes(PostprocessArguments)
     def __call__(self, a: PostprocessArguments, stream: cuda.CUstream):
@@ -272,9 +272,9 @@ class Postprocess(RowsKernel):
         mK, mV = (at_head(t, t, head // self.group, origin_k, packed) for t in (sources.k, sources.v))
         first_block = number - block_rows.position // self.tile_m
         rows = SourceTensors(mQ, mK, mV, mdO), cute.domain_offset((first_block, 0), again.stats)
-        modifiers, place = again.scores.modifiers(), None
+        modifiers, place = again.scores.modifiers(False, self.block_size), None
         if cutlass.const_expr(modifiers is not None):
-            place = place_of(head, origin_q, sequence, geometry, packed)
+            place = place_of(head, origin_q, origin_k, sequence, geometry, packed)
         for i in cutlass.range(16, unroll=1):
             if repair_gradients.has_nan(ballots, i):
                 query = block_rows.position + first_row + i

@@ -195,7 +195,7 @@ class GradientScores(Untraced):
 
     def blocks_of(self, tile, head: Int32, m_block: Int32) -> list[Block]:
         """The `Block` of each m_tile of this thread."""
-        places = 2 * [place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)]
+        places = 2 * [place_of(head, tile.origin_q, tile.origin_k, tile.sequence, tile.geometry, self.kernel.is_packed)]
         m_block = self.kernel.query_block(tile, m_block)
         first_column = m_block * self.kernel.tile_m + self.region.first_query + 2 * self.region.lane_in_quad
         slope = None if self.slope is None else self.slope[0]
@@ -208,7 +208,7 @@ class GradientScores(Untraced):
     def load_slope(self, tile, head: Int32):
         """With ALiBi: read the slope of the query head whose scores come next."""
         if cutlass.const_expr(self.slope is not None):
-            place = place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)
+            place = place_of(head, tile.origin_q, tile.origin_k, tile.sequence, tile.geometry, self.kernel.is_packed)
             self.slope[0] = self.modifiers.slope(place)
 
     @cute.jit

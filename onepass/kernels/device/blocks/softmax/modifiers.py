@@ -24,29 +24,28 @@ from ..memory.ptx import add_one_to_global, philox, philox_keys
 from ..memory.untraced import Untraced
 from .dropout import KeptPairs, bit, group_of
 
-SEEN_UNIT = 64  # queries and keys of a block of `ModifierTensors.seen`
-
 
 class Place(NamedTuple):
     """The head and the sequence that a block of scores belongs to.
 
     Attributes:
-        first_row, row_entry: where the sequence's queries begin in tensors of rows.
+        first_row, first_key, row_entry: where the sequence's queries, and its keys, begin in tensors of rows.
         entry: the batch entry, or the number of the packed sequence; of rows that belong to none, one more.
     """
 
     head: Int32
     first_row: Int32
+    first_key: Int32
     row_entry: Int32
     entry: Int32
     seqlen_q: Int32
     seqlen_k: Int32
 
 
-def place_of(head, origin_q, sequence, geometry, is_packed: bool) -> Place:
-    """The place of a tile. Args: origin_q: batch entry, or the first row of a packed sequence."""
-    first_row, row_entry, entry = (origin_q, Int32(0), sequence) if is_packed else (Int32(0), origin_q, origin_q)
-    return Place(head, first_row, row_entry, entry, geometry.seqlen_q, geometry.seqlen_k)
+def place_of(head, origin_q, origin_k, sequence, geometry, is_packed: bool) -> Place:
+    """The place of a tile. Args: origin_q, origin_k: batch entry, or the first row of a packed sequence."""
+    rows = (origin_q, origin_k, Int32(0), sequence) if is_packed else (Int32(0), Int32(0), origin_q, origin_q)
+    return Place(head, *rows, geometry.seqlen_q, geometry.seqlen_k)
 
 
 class Block(NamedTuple):
@@ -74,10 +73,17 @@ class Modifiers(Untraced):
     Args:
         window: its left and right side; None: unbounded.
         is_deterministic: dbias has an element for each pair of a query and a key, so that no two are added together.
+        block_size: queries and keys of a block of kinds, if there are any.
     """
 
-    def __init__(self, tensors: ModifierTensors, window: tuple, is_deterministic: bool = False):
-        self.tensors, self.window = tensors, window
+    def __init__(
+        self,
+        tensors: ModifierTensors,
+        window: tuple,
+        is_deterministic: bool = False,
+        block_size: tuple[int, int] | None = None,
+    ):
+        self.tensors, self.window, self.block_size = tensors, window, block_size
         self.is_deterministic = is_deterministic
         # read before the main loop: the compiler moves no load over its barriers, and each block would wait for it
         self.random_key = self._random_key() if self.drops else None
@@ -95,7 +101,7 @@ class Modifiers(Untraced):
     @property
     def hides_by_key(self) -> bool:
         """Whether a pair may be hidden although the key is in the query's interval."""
-        return self.tensors.query_ranges is not None or self.tensors.seen is not None
+        return self.tensors.query_ranges is not None or self.tensors.kinds is not None
 
     @property
     def adds_terms(self) -> bool:
@@ -168,21 +174,17 @@ class Modifiers(Untraced):
         clear_first = maximum(minimum(ceil_div(clear_low, tile_n), clear_last), first)
         return KeyBlocks(first, clear_first, clear_last, last)
 
-    def block_number(self, place: Place, tile, position) -> Int32:
-        """The block at a position of the list of a tile with this number."""
-        return self.tensors.numbers[position, tile, place.head, place.entry]
-
     def queries_of_key(self, place: Place, key) -> tuple:
         """The queries [low, high) of `query_ranges` that see a key; past the last key, those of the last one."""
         ranges = self.tensors.query_ranges
-        key = maximum(minimum(key, ranges.shape[0] - 1), 0)
-        return tuple(ranges[key, i, place.head, place.entry] for i in range(2))
+        row = minimum(place.first_key + maximum(minimum(key, place.seqlen_k - 1), 0), ranges.shape[0] - 1)
+        return tuple(ranges[row, i, place.head, place.row_entry] for i in range(2))
 
     def is_in_seen_block(self, place: Place, query, key) -> Boolean:
         """Whether the query's block sees the key's; past the last ones, those of the last ones."""
-        seen = self.tensors.seen
-        i, j = (minimum(n // SEEN_UNIT, size - 1) for n, size in ((query, seen.shape[0]), (key, seen.shape[1])))
-        return seen[i, j, place.head, place.entry] != 0
+        kinds, numbers = self.tensors.kinds, zip((query, key), self.block_size, strict=True)
+        i, j = (minimum(n // size, most - 1) for (n, size), most in zip(numbers, kinds.shape[:2], strict=True))
+        return kinds[i, j, place.head, minimum(place.entry, kinds.shape[3] - 1)] != 0
 
     @cute.jit
     def hide_by_key(self, scores: cute.Tensor, block: Block, hidden: cutlass.Constexpr[float]):
@@ -203,7 +205,7 @@ class Modifiers(Untraced):
                     for r in cutlass.range_constexpr(2):
                         is_seen = low <= rows[r] and rows[r] < high
                         scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
-        if cutlass.const_expr(self.tensors.seen is not None):
+        if cutlass.const_expr(self.tensors.kinds is not None):
             # neither the two rows nor the two columns of a group of 8 lie in different blocks
             for c in cutlass.range_constexpr(0, columns, 2):
                 column = block.first_column + column_offset(c)
@@ -275,7 +277,7 @@ class Modifiers(Untraced):
             low, high = self.queries_of_key(place, key)
             score = select_float(low <= query, score, -Float32.inf)
             score = select_float(query < high, score, -Float32.inf)
-        if self.tensors.seen is not None:
+        if self.tensors.kinds is not None:
             score = select_float(self.is_in_seen_block(place, query, key), score, -Float32.inf)
         if self.tensors.slopes is not None:
             score = score - self.slope(place) * cute.math.absf(Float32(self.position(place, query) - key))

@@ -115,7 +115,8 @@ class KeyTiles:
         n_start = n_block * self.tile_n
         if cutlass.const_expr(self.has_lists):
             counts = seqlens.modifiers.tensors.counts
-            full, last = (counts[i, n_block, head, origin_q] for i in range(2))
+            number, list_entry = self.list_of(n_block, origin_k, sequence)
+            full, last = (counts[i, number, head, list_entry] for i in range(2))
             blocks = QueryBlocks(Int32(0), Int32(0), full, last)
         elif cutlass.const_expr(self.has_intervals):
             bounds = seqlens.modifiers.tensors.bounds
@@ -153,7 +154,14 @@ class KeyTiles:
         """The number of a block of queries: of the one at this place of the tile's list, where there are lists."""
         if not self.has_lists:
             return m_block
-        return self.lists.numbers[m_block, tile.n_block, tile.head_kv, tile.origin_q]
+        number, entry = self.list_of(tile.n_block, tile.origin_k, tile.sequence)
+        return self.lists.numbers[m_block, number, tile.head_kv, entry]
+
+    def list_of(self, n_block: Int32, origin_k: Int32, sequence: Int32) -> tuple:
+        """The number of a tile among those that have lists, and its entry there."""
+        if self.is_packed:
+            return origin_k // self.tile_n + sequence + n_block, Int32(0)
+        return n_block, origin_k
 
     def _from_first(self, tile: KeyTile) -> Boolean | bool:
         """Whether a tile begins with its first query block and goes up, not with its last one and down."""
@@ -170,6 +178,9 @@ class KeyTiles:
 
     def turn_of(self, tile: KeyTile, m_block: Int32) -> Int32:
         """How many tiles add to the dQ of a block before this one."""
+        if cutlass.const_expr(self.has_lists):
+            block, entry = self.query_block(tile, m_block), Int32(0) if self.is_packed else tile.origin_q
+            return self.lists.turns[tile.n_block, tile.first_m_block + block, tile.head_kv, entry]
         if cutlass.const_expr(self.ring_lag > 0):
             return tile.n_block - tile.place + turn_in_ring(tile.place, m_block, tile.ring, self.ring_lag)
         if cutlass.const_expr(self.is_descending and not self.has_ascending_end):
@@ -228,7 +239,9 @@ class KeyTiles:
                     rows = (mK[key, None], mV[key, None], mQ, mdO, stats)
                     pairs = None
                     if cutlass.const_expr(modifiers is not None):
-                        place = place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.is_packed)
+                        place = place_of(
+                            head, tile.origin_q, tile.origin_k, tile.sequence, tile.geometry, self.is_packed
+                        )
                         pairs = modifiers.pairs_of_key(place, key)
                     repair_gradients.add_queries(acc, *rows, queries, factors, is_v, self.vector_bytes, pairs)
                 write_row(gradient[key, None], acc, scale)

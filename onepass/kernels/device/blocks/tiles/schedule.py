@@ -45,14 +45,17 @@ class ScoreArguments(NamedTuple):
         """Args: a: the arguments of a kernel of attention."""
         return cls(softmax_scale, ScoreFactors(a.scale_log2, a.tanh_scale), a.window_left, a.window_right, a.modifiers)
 
-    def modifiers(self, in_order: bool = False) -> Modifiers | None:
-        """Args: in_order: whether gradients are added in a fixed order."""
+    def modifiers(self, *options: Any) -> Modifiers | None:
+        """Args: options: is_deterministic and block_size of `Modifiers`."""
         window = self.window_left, self.window_right
-        return None if self.tensors is None else Modifiers(self.tensors, window, in_order)
+        return None if self.tensors is None else Modifiers(self.tensors, window, *options)
 
-    def sequences(self, seqlen_q: Int32, seqlen_k: Int32, lengths: Lengths, in_order: bool = False) -> Sequences:
-        """The `Sequences` of a call; where modifiers have intervals, the window is part of these."""
-        window, modifiers = (self.window_left, self.window_right), self.modifiers(in_order)
+    def sequences(self, seqlen_q: Int32, seqlen_k: Int32, lengths: Lengths, *options: Any) -> Sequences:
+        """The `Sequences` of a call; where modifiers have intervals, the window is part of these.
+
+        Args: options: is_deterministic and block_size of `Modifiers`.
+        """
+        window, modifiers = (self.window_left, self.window_right), self.modifiers(*options)
         if modifiers is not None and modifiers.has_intervals:
             window = None, None
         return Sequences(seqlen_q, seqlen_k, *window, lengths, modifiers)

@@ -254,7 +254,7 @@ class ForwardSm80:
         if cutlass.const_expr(self.has_intervals):
             rows = [
                 self.row_and_place(
-                    *(m_block, head, origin_q, sequence, geometry),
+                    *(m_block, head, (origin_q, origin_k), sequence, geometry),
                     minimum(cute.arch.lane_idx() + i, self.config.tile_m - 1),
                 )
                 for i in range(0, self.config.tile_m, LANES)
@@ -264,13 +264,13 @@ class ForwardSm80:
             blocks = key_blocks(m_start, minimum(m_start + self.positions, seqlen_q), *geometry, self.config.block_keys)
         return Tile(m_block, head, origin_q, origin_k, geometry, blocks, sequence)
 
-    def row_and_place(self, m_block, head, origin_q, sequence, geometry: Geometry, row_in_tile) -> tuple:
+    def row_and_place(self, m_block, head, origins: tuple, sequence, geometry: Geometry, row_in_tile) -> tuple:
         """The place and the position of a row of a tile."""
         row, head, is_used = row_in_tile, head, True
         if self.group > 1:
             row, in_group, is_used = unpack_row(row_in_tile, self.group, self.config.tile_m)
             head = head * self.group + in_group
-        place = place_of(head, origin_q, sequence, geometry, self.is_packed)
+        place = place_of(head, *origins, sequence, geometry, self.is_packed)
         # a row that is not used counts as one past the last query
         return place, select(is_used, m_block * self.positions + row, geometry.seqlen_q)
 

@@ -133,7 +133,7 @@ class Warps(Untraced):
         self.gemms.take_p()
 
     def place(self, tile: Tile, head: Int32) -> Place:
-        return place_of(head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)
+        return place_of(head, tile.origin_q, tile.origin_k, tile.sequence, tile.geometry, self.kernel.is_packed)
 
     def block_of(self, tile: Tile, i: int, n_start: Int32) -> Block:
         positions, heads, _ = zip(*(self.row_of(tile, i, r) for r in range(2)), strict=True)

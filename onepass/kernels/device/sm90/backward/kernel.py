@@ -129,6 +129,7 @@ class BackwardSm90(KeyTiles):
         mask = Mask() if problem.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
         self.has_intervals, self.has_lists = problem.has_intervals, problem.has_lists
+        self.block_size = problem.block_size
         self.is_deterministic = problem.deterministic
         # tiles may hold hidden pairs, which may bring NaN to gradients
         self.hides_pairs = problem.hides_pairs or problem.has_seqused_k
@@ -337,7 +338,7 @@ class BackwardSm90(KeyTiles):
         cute.arch.mbarrier_init_fence()
         self.sync_cluster()
 
-        seqlens = scores.sequences(mQ.shape[0], mK.shape[0], lengths, self.is_deterministic)
+        seqlens = scores.sequences(mQ.shape[0], mK.shape[0], lengths, self.is_deterministic, self.block_size)
         self.lists = seqlens.modifiers.tensors if self.has_lists else None
         # made by each role, which then keeps nothing in registers for another one
         make_background = functools.partial(

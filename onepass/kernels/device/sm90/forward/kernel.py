@@ -166,7 +166,10 @@ class ForwardSm90:
         self.has_window = mask.window_left is not None, mask.window_right is not None
         # the sides on which blocks of keys are cut, besides the end of a sequence
         self.cut_sides = (True, True) if self.has_intervals else self.has_window
-        self.has_lists = problem.has_lists  # the partial blocks come first, so that all masks are on one side
+        self.has_lists, self.block_size = (
+            problem.has_lists,
+            problem.block_size,
+        )  # the partial blocks come first, so that all masks are on one side
         if self.has_lists:
             self.cut_sides = (False, True)
         self.longest_first = config.longest_first and (self.has_window == (False, True) or self.has_intervals)
@@ -379,7 +382,7 @@ class ForwardSm90:
             cute.arch.sync_threads()
 
         seqlen_k = pages.capacity if self.is_paged else mK.shape[0]
-        seqlens = scores.sequences(self._seqlen_q(mQ), seqlen_k, lengths)
+        seqlens = scores.sequences(self._seqlen_q(mQ), seqlen_k, lengths, False, self.block_size)
         loaded_tiles = sQ, sLoadedK, sLoadedV
         producer = Producer(self, loads, loaded_tiles, loaded, pages, notes, descales, seqlens.modifiers)
         all_splits = None
@@ -482,10 +485,11 @@ class ForwardSm90:
         m_start = m_block * tile_m
         if cutlass.const_expr(self.has_lists):
             counts = seqlens.modifiers.tensors.counts
-            full, last = (counts[i, m_block, head, origin_q] for i in range(2))
+            number, entry = self.list_of(m_block, origin_q, sequence)
+            full, last = (counts[i, number, head, entry] for i in range(2))
             blocks = KeyBlocks(Int32(0), Int32(0), full, last)
         elif cutlass.const_expr(self.has_intervals):
-            place, lane = place_of(head, origin_q, sequence, geometry, self.is_packed), cute.arch.lane_idx()
+            place, lane = place_of(head, origin_q, origin_k, sequence, geometry, self.is_packed), cute.arch.lane_idx()
             rows = [(place, m_start + lane + i) for i in range(0, tile_m, LANES)]
             blocks = seqlens.modifiers.key_blocks(rows, seqlen_k, self.tile_n)
         else:
@@ -511,8 +515,14 @@ class ForwardSm90:
         """The number of a block of keys: of the one at this position of a list, where there are lists."""
         if not self.has_lists:
             return n_block
-        place = place_of(tile.head, tile.origin_q, tile.sequence, tile.geometry, self.is_packed)
-        return modifiers.block_number(place, tile.m_block, n_block)
+        number, entry = self.list_of(tile.m_block, tile.origin_q, tile.sequence)
+        return modifiers.tensors.numbers[n_block, number, tile.head, entry]
+
+    def list_of(self, m_block: Int32, origin_q: Int32, sequence: Int32 | None) -> tuple:
+        """The number of a tile among those that have lists, and its entry there."""
+        if self.is_packed:
+            return origin_q // self.tile_m + sequence + m_block, Int32(0)
+        return m_block, origin_q
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         """A head of q, out or lse: `layouts.at_head` for tensors of queries."""

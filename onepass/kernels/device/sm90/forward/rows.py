@@ -35,7 +35,7 @@ class Rows(Untraced):
         return position, tile.head * group + head, position < limit
 
     def place(self, tile: Tile) -> Place:
-        return place_of(tile.head, tile.origin_q, tile.sequence, tile.geometry, self.kernel.is_packed)
+        return place_of(tile.head, tile.origin_q, tile.origin_k, tile.sequence, tile.geometry, self.kernel.is_packed)
 
     def head_kv(self, tile: Tile) -> Int32:
         return tile.head // self.kernel.tile_heads_per_kvhead
