@@ -28,6 +28,8 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 def unsupported_lists(problem: AttentionProblem) -> str | None:
     """Why a kernel that goes through lists of blocks does not compute a problem; None if it does."""
+    if problem.has_block_bits:
+        return "block_mask: expected no bits"
     if problem.has_lists and problem.is_packed:
         return f"{problem.modifiers_named}: expected dense sequences"
     return None
