@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .validation.block_mask import kinds_of
+
 Integers = Sequence[Any] | Tensor
 LAST = 2**31 - 1  # the end of an interval without an end
 
@@ -352,13 +354,7 @@ def occupancy(visible: Tensor, tile: tuple[int, int]) -> Tensor:
 
     Returns: (.., ceil(seqlen_q / tile[0]), ceil(seqlen_k / tile[1])) int8.
     """
-    (m, n), (rows, columns) = tile, visible.shape[-2:]
-    padding = 0, -columns % n, 0, -rows % m
-    some, every = (
-        torch.nn.functional.pad(visible, padding, value=value).unflatten(-1, (-1, n)).unflatten(-3, (-1, m))
-        for value in (False, True)
-    )
-    return some.any(-1).any(-2).to(torch.int8) + every.all(-1).all(-2).to(torch.int8)
+    return kinds_of(visible, tile)
 
 
 def draw(

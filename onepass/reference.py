@@ -15,6 +15,7 @@ matrix in memory) of the one before:
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from .geometry import philox
 from .problem import Mask
+from .problem.attention import EMPTY, FULL, WORD
 from .validation.block_mask import BlockMask
 
 
@@ -163,9 +165,13 @@ def pairs_of(
         i = position if query_ranges_of_positions else torch.arange(seqlen_q, device=device)[:, None]
         visible = visible & (low <= i) & (i < high)
     if block_mask is not None:
-        kinds, (q_block, kv_block) = block_mask.kinds, block_mask.block_size
-        seen = (kinds != 0).repeat_interleave(q_block, 2).repeat_interleave(kv_block, 3)[:, :, :seqlen_q, :seqlen_k]
-        visible = visible & seen.repeat_interleave(num_heads_q // seen.shape[1] if seen.shape[1] > 1 else 1, 1)
+        q_block, kv_block = block_mask.block_size
+        kinds = block_mask.kinds.repeat_interleave(q_block, 2).repeat_interleave(kv_block, 3)
+        kinds = _of_query_heads(kinds[:, :, :seqlen_q, :seqlen_k], num_heads_q)
+        visible = visible & (kinds != EMPTY)
+        if block_mask.bits is not None:
+            bits = block_mask.bits[:, :, :seqlen_q, j // WORD] >> (j % WORD) & 1
+            visible = visible & ((kinds == FULL) | (_of_query_heads(bits, num_heads_q) == 1))
         if block_mask.key_ranges is not None:
             low, high = block_mask.key_ranges.unbind(-1)
             visible = visible & (low[..., None] <= j) & (j < high[..., None])
@@ -189,6 +195,11 @@ def pairs_of(
         kept = philox.kept_pairs(dropout_state, dropout_p, instances, i[:, None, :, None], j)
         kept = kept.to(q.dtype) * philox.keep_scale(dropout_p)
     return Pairs(visible, terms, distance, kept)
+
+
+def _of_query_heads(t: Tensor, num_heads_q: int) -> Tensor:
+    """(batch, num_heads_q, num_heads_kv or 1, ..) -> (batch, num_heads_q or 1, ..)."""
+    return t.repeat_interleave(num_heads_q // t.shape[1], 1) if t.shape[1] > 1 else t
 
 
 def positions(
@@ -275,12 +286,16 @@ def of_sequence(options: dict, b: int, rows: slice, keys: slice) -> dict:
     bias (1 or heads, total_q or 1, columns) or, with positions, (1 or heads, positions, columns); queries and keys are
     counted from the first ones of the sequence.
     """
+
+    def of_entry(t: Tensor | None) -> Tensor | None:
+        return t if t is None or len(t) == 1 else t[b : b + 1]
+
     own_rows = rows if options.get("q_positions") is None else slice(None)
     cuts = {
         "seqstart_k": lambda t: t[b : b + 1],
         "key_ranges": lambda t: t[None, :, rows],
         "query_ranges": lambda t: t[None, :, keys],
-        "block_mask": lambda mask: mask if len(mask.kinds) == 1 else BlockMask(mask.kinds[b : b + 1], mask.block_size),
+        "block_mask": lambda mask: replace(mask, kinds=of_entry(mask.kinds), bits=of_entry(mask.bits)),
         "q_positions": lambda t: t[None, rows],
         "alibi_slopes": lambda t: t[b : b + 1] if t.dim() == 2 else t,
         "bias": lambda t: t[None, :, own_rows if t.shape[1] > 1 else slice(None), : keys.stop - keys.start],

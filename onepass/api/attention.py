@@ -271,7 +271,7 @@ def attention(
             to scores after the softcap. A pair with a bias of -inf is hidden. It may require a gradient, which is
             undefined for hidden pairs. A row is undefined if all its biases are as low as torch.finfo(dtype).min, which
             absorbs the scores.
-        block_mask: blocks of queries and keys that are not visited, see `BlockMask`.
+        block_mask: any mask, and which blocks of queries and keys are visited, see `BlockMask`.
         dropout_p: 0 <= dropout_p < 1: each probability is left out of the product with v with this probability,
             rounded to a multiple of 1 / 256, and the others are divided by 1 - dropout_p. lse does not change. Pass 0
             in evaluation: no module's `training` is known here.

@@ -51,7 +51,8 @@ class ModifierTensors(NamedTuple):
         keep_scale: what a kept probability is multiplied with.
         first_head, all_heads: the number of q's first head in the call whose random bits these are, and its heads.
         query_ranges: (keys, 2, heads, entries) int32, a range of queries for each key; packed sequences have one entry.
-        kinds: (blocks of queries, blocks of keys, heads, entries or sequences) int8, 0 where queries see no key.
+        kinds: (blocks of queries, blocks of keys, heads, entries or sequences) int8: 0, or 2 for a full block with bits.
+        bits: (queries, words of 32 keys, heads, entries or sequences) int32: the pairs of blocks that are not full.
         numbers, counts, turns: (blocks, tiles, heads, entries), (2, tiles, heads, entries) and (tiles of keys, blocks of
             queries, heads, entries) int32, the blocks that tiles visit: `BlockListsArguments`.
         term_scale: what brings a term to the unit of scores: scale_log2 of `ScoreFactors`, inverted, times log2(e).
@@ -75,6 +76,7 @@ class ModifierTensors(NamedTuple):
     term_scale: Float | None = None
     query_ranges: Tensor | None = None
     kinds: Tensor | None = None
+    bits: Tensor | None = None
     numbers: Tensor | None = None
     counts: Tensor | None = None
     turns: Tensor | None = None

@@ -51,7 +51,8 @@ INPUTS, OPTIONS = schema.arguments(AttentionInputs, NUM_INPUTS), schema.argument
 _FIRST_MODIFIERS = tuple(name for name in Modifiers._fields if name not in schema.LATER)
 _NUM_TENSORS = NUM_INPUTS + len(_FIRST_MODIFIERS)
 _NUM_ARGUMENTS = _NUM_TENSORS + 1 + NUM_OPTIONS
-_LATER = f"{schema.tensors(schema.LATER)}, Tensor? block_kinds=None, SymInt q_block=0, SymInt kv_block=0"
+_BLOCKS = "Tensor? block_kinds=None, SymInt q_block=0, SymInt kv_block=0, Tensor? block_bits=None"
+_LATER = f"{schema.tensors(schema.LATER)}, {_BLOCKS}"
 _MODIFIED = f"{INPUTS}, {schema.tensors(_FIRST_MODIFIERS)}, float dropout_p, {OPTIONS}, {_LATER}"
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 _RESULTS = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
@@ -113,7 +114,8 @@ def arguments_of(inputs: AttentionInputs, problem: AttentionProblem, options: Op
         return (*inputs[:NUM_INPUTS], *options)
     first, later = schema.split(inputs.modifiers._asdict())
     if inputs.blocks is not None:
-        later = [inputs.modifiers.query_ranges, inputs.blocks.kinds, *inputs.blocks.size]
+        kinds, size, bits = inputs.blocks
+        later = [inputs.modifiers.query_ranges, kinds, *size, bits]
     return (*inputs[:NUM_INPUTS], *first, problem.dropout_p, *options, *later)
 
 
@@ -123,9 +125,10 @@ def _unpacked(args: tuple) -> tuple[AttentionInputs, AttentionProblem, Options]:
         inputs, options = AttentionInputs(*args[:NUM_INPUTS]), Options(*args[NUM_INPUTS:])
         return inputs, problem_of(inputs, options), options
     dropout_p, *given = args[_NUM_TENSORS:_NUM_ARGUMENTS]
-    later, kinds, size = args[_NUM_ARGUMENTS:][:1], args[_NUM_ARGUMENTS + 1 :][:1], args[_NUM_ARGUMENTS + 2 :]
+    later, of_blocks = args[_NUM_ARGUMENTS:][:1], args[_NUM_ARGUMENTS + 1 :]
     modifiers = schema.joined(_FIRST_MODIFIERS, args[NUM_INPUTS:_NUM_TENSORS], later)
-    blocks = Blocks(kinds[0], size) if size and kinds[0] is not None else None
+    has_blocks = bool(of_blocks) and of_blocks[0] is not None
+    blocks = Blocks(of_blocks[0], of_blocks[1:3], *of_blocks[3:]) if has_blocks else None
     inputs = AttentionInputs._make((*args[:NUM_INPUTS], Modifiers(**modifiers), None, blocks))
     options = Options(*given)
     return inputs, problem_of(inputs, options, dropout_p=dropout_p), options
@@ -206,7 +209,8 @@ def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> Non
     has_modifiers = len(inputs) > NUM_INPUTS + NUM_OPTIONS
     count = _NUM_TENSORS if has_modifiers else NUM_INPUTS
     ctx.options = inputs[count:_NUM_ARGUMENTS]
-    later, ctx.block_size = inputs[_NUM_ARGUMENTS:][:2], inputs[_NUM_ARGUMENTS + 2 :]
+    later = inputs[_NUM_ARGUMENTS:]
+    ctx.block_size, later = later[2:4], (*later[:2], *later[4:])
     ctx.num_later = len(later)
     ctx.save_for_backward(*output, *inputs[:count], *later)
     if has_modifiers:
@@ -227,7 +231,8 @@ def autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
         gradients[:4] = found if tensors[3] is not None else (*found[:3], None)
         return tuple(gradients)
     run = _modified_backward if goes_directly else OPERATORS.attention_modified_backward
-    found = run(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options, *later, *ctx.block_size)
+    later = *later[:2], *ctx.block_size, *later[2:]
+    found = run(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options, *later)
     for place, gradient, is_constant in zip(_PLACES, found, (False,) * 4 + ctx.constant, strict=True):
         if tensors[place] is not None and not is_constant:
             gradients[place] = gradient

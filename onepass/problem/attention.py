@@ -114,7 +114,8 @@ def modifier_flags(modifiers: Modifiers | None) -> dict[str, Any]:
     }
 
 
-EMPTY = 0  # the kind of a block of which no query sees a key
+EMPTY, FULL = 0, 2  # kinds of a block: its block_mask hides all pairs, or none
+WORD = 32  # keys of a word of `Blocks.bits`
 
 
 class Blocks(NamedTuple):
@@ -123,10 +124,13 @@ class Blocks(NamedTuple):
     Attributes:
         kinds: (batch or 1, num_heads_q or 1, blocks of queries, blocks of keys) int8, not 0 where queries see keys.
         size: queries and keys of a block.
+        bits: (batch or 1, num_heads_q or 1, queries, words of 32 keys) int32, read where a kind is neither `EMPTY` nor
+            `FULL`: bit j % 32 of word j // 32 says whether a query sees key j.
     """
 
     kinds: torch.Tensor
     size: tuple[int, int]
+    bits: torch.Tensor | None = None
 
 
 class AttentionInputs(NamedTuple):
@@ -185,6 +189,7 @@ class AttentionProblem:
     has_query_ranges: bool = False
     query_ranges_of_positions: bool = False  # they count positions of queries instead of rows of q
     block_size: tuple[int, int] | None = None  # with a block_mask
+    has_block_bits: bool = False
     dropout_p: float = 0.0
     constant_slopes: bool = False  # the backward does not compute the gradient of alibi_slopes
     constant_bias: bool = False  # the backward does not compute the gradient of a bias
@@ -245,6 +250,7 @@ class AttentionProblem:
             quantization=quantization,
             dropout_p=dropout_p,
             block_size=None if inputs.blocks is None else inputs.blocks.size,
+            has_block_bits=inputs.blocks is not None and inputs.blocks.bits is not None,
             **modifier_flags(inputs.modifiers),
         )
 
@@ -294,7 +300,7 @@ class AttentionProblem:
             "seqstart_k": self.has_seqstart_k,
             "key_ranges": self.has_key_ranges,
             "query_ranges": self.has_query_ranges,
-            "block_mask": self.block_size is not None,
+            f"block_mask{' with bits' * self.has_block_bits}": self.block_size is not None,
             "q_positions": self.has_q_positions,
             "alibi_slopes": self.has_alibi,
             "bias": self.has_bias,

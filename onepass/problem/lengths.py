@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from .attention import AttentionInputs, AttentionProblem
+from .attention import WORD, AttentionInputs, AttentionProblem
 from .decode import DecodeInputs, DecodeProblem, refuse_lengths
 from .descales import NAMES, descale_of_keys
 
@@ -89,20 +89,21 @@ def refuse_short_bias(
 def refuse_few_blocks(
     problem: AttentionProblem, inputs: AttentionInputs, cu_q: list[int] | None, cu_k: list[int] | None
 ) -> None:
-    """Raise ValueError if the block_mask of a packed call has too few blocks for a sequence.
+    """Raise ValueError if the block_mask of a packed call has too few blocks, or bits, for a sequence.
 
     Args: cu_q, cu_k: from `read_lengths`.
     """
     if inputs.blocks is None or cu_q is None or cu_k is None:
         return
+    kinds, block_size, bits = inputs.blocks
     longest = [max((b - a for a, b in itertools.pairwise(cu)), default=0) for cu in (cu_q, cu_k)]
-    needed = [-(-length // size) for length, size in zip(longest, inputs.blocks.size, strict=True)]
-    given = inputs.blocks.kinds.shape[2:]
-    if any(have < least for have, least in zip(given, needed, strict=True)):
-        raise ValueError(
-            f"block_mask: expected at least {needed[0]} x {needed[1]} blocks of {inputs.blocks.size} for the longest "
-            f"sequences, got {given[0]} x {given[1]}"
-        )
+    for t, sizes, what in ((kinds, block_size, f"blocks of {block_size}"), (bits, (1, WORD), "words of bits")):
+        needed = [-(-length // size) for length, size in zip(longest, sizes, strict=True)]
+        if t is not None and any(have < least for have, least in zip(t.shape[2:], needed, strict=True)):
+            raise ValueError(
+                f"block_mask: expected at least {needed[0]} x {needed[1]} {what} for the longest sequences, "
+                f"got {t.shape[2]} x {t.shape[3]}"
+            )
 
 
 def read_values(

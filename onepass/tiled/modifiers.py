@@ -2,7 +2,7 @@
 
 key_ranges, q_positions     the keys that each query sees: one interval per query, [low, high)
 query_ranges                the queries that see each key: one interval per key
-block_mask                  blocks of queries and keys of which no query sees a key
+block_mask                  blocks of queries and keys of which no query sees a key, and bits of pairs
 alibi_slopes, bias          terms that are added to scores, after the softcap
 dropout                     probabilities that are left out of the product with V
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..geometry import philox
 from ..geometry.block_range import tiles
 from ..problem import AttentionInputs, AttentionProblem
-from ..problem.attention import EMPTY, NO_MODIFIERS
+from ..problem.attention import EMPTY, FULL, NO_MODIFIERS, WORD
 from .mask import Range, TilePairs
 from .scratch import Scratch
 from .sequences import HeadGroup, Sequences
@@ -53,8 +53,11 @@ class ScoreModifiers:
         self.low, self.high = self.intervals() if problem.has_row_ranges else (self.positions, self.positions)
         # query_ranges: the numbers that they count queries by, and the interval of each key
         self.numbers, self.first, self.end = self._query_ranges()
-        # (entries or 1, kv heads or 1, .., blocks of queries, blocks of keys) bool, with a block_mask
-        self.seen_blocks = None if inputs.blocks is None else self._blocks(inputs.blocks.kinds)
+        kinds, _, bits = inputs.blocks or (None, None, None)
+        # (entries or 1, kv heads or 1, .., blocks of queries, blocks of keys), with a block_mask
+        self.kinds = None if kinds is None else self._of_entries(kinds)
+        # (entries or 1, kv heads or 1, .., queries, words), with a block_mask that has bits
+        self.bits = None if bits is None else self._of_entries(bits)
         self.slopes = None if self.inputs.alibi_slopes is None else self._slopes(self.inputs.alibi_slopes)
         self.bias = None if self.inputs.bias is None else self._bias(self.inputs.bias)
 
@@ -110,9 +113,9 @@ class ScoreModifiers:
         numbers = self.positions if self.problem.query_ranges_of_positions else rows + self.piece.first_query
         return numbers, own[..., 0], own[..., 1]
 
-    def _blocks(self, kinds: Tensor) -> Tensor:
-        """Blocks are counted in each entry, also in packed sequences."""
-        return self._by_heads(kinds if kinds.shape[0] == 1 else kinds[self.entries]) != EMPTY
+    def _of_entries(self, t: Tensor) -> Tensor:
+        """Blocks and bits of this group. They are counted in each entry, also in packed sequences."""
+        return self._by_heads(t if t.shape[0] == 1 else t[self.entries])
 
     def _slopes(self, slopes: Tensor) -> Tensor:
         """(entries or 1, kv heads, qhead_per_kvhead, 1, 1)."""
@@ -137,7 +140,7 @@ class ScoreModifiers:
         start, end = int(low[seen].min()), int(high[seen].max())
         clear = bool(seen.all())
         clear_start, clear_end = int(low.max()), int(high.min())
-        is_clear = clear and self.first is self.seen_blocks is None
+        is_clear = clear and self.first is self.kinds is None
         found = [(a, b, not (is_clear and clear_start <= a and b <= clear_end)) for a, b in tiles(start, end, tile_n)]
         reached = self.keys_reached(queries, (0, self.seqlen_k))
         return [tile for tile in found[::-1] if reached is None or bool(reached[tile[0] : tile[1]].any())]
@@ -153,9 +156,10 @@ class ScoreModifiers:
             first, end = (x[..., slice(*keys)] for x in (self.first, self.end))
             found = (first <= highest) & (end > lowest) & (first < end)
             reached = found.flatten(0, -2).any(0)
-        if self.seen_blocks is not None:
+        if self.kinds is not None:
             of_queries, of_keys = self._numbers_of_blocks(queries, keys)
-            blocks = self.seen_blocks[..., of_queries[0] : of_queries[-1] + 1, :].flatten(0, -2).any(0)
+            kinds = self.kinds[..., of_queries[0] : of_queries[-1] + 1, :]
+            blocks = (kinds != EMPTY).flatten(0, -2).any(0)
             reached = blocks[of_keys] if reached is None else reached & blocks[of_keys]
         return reached
 
@@ -192,9 +196,12 @@ class ScoreModifiers:
     def outside_of_keys(self, queries: Range, keys: Range) -> Tensor | None:
         """Boolean tile, True where a query is outside of a key's interval or blocks; None if no query is."""
         hidden = None
-        if self.seen_blocks is not None:
+        if self.kinds is not None:
             of_queries, of_keys = self._numbers_of_blocks(queries, keys)
-            hidden = ~self.seen_blocks[..., of_queries[:, None], of_keys]
+            kinds = self.kinds[..., of_queries[:, None], of_keys]
+            hidden = kinds == EMPTY
+            if self.bits is not None:
+                hidden = hidden | ((kinds != FULL) & ~self._seen_by_bits(self.bits, queries, keys))
             hidden = hidden if bool(hidden.any()) else None
         if self.first is None or self.end is None:
             return hidden
@@ -205,6 +212,12 @@ class ScoreModifiers:
             return hidden
         by_interval = (i < first) | (i >= end)
         return by_interval if hidden is None else hidden | by_interval
+
+    def _seen_by_bits(self, bits: Tensor, queries: Range, keys: Range) -> Tensor:
+        """Boolean tile, True where the bit of a pair is 1."""
+        rows = slice(self.piece.first_query + queries[0], self.piece.first_query + queries[1])
+        j = torch.arange(*keys, device=self.device) + self.piece.first_key
+        return (bits[..., rows, :][..., j // WORD] >> (j % WORD) & 1).bool()
 
     # ---------------------------------------------------------------- scores
 

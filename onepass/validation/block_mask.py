@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import UnsupportedError
 from ..problem import Blocks
+from ..problem.attention import FULL, WORD
 from .scalars import check_int
 from .tensors import check_tensor, shape_of, short_name
 
-FULL = 2  # the kind of a block whose pairs no range hides; 1 is partial, and 0 is `EMPTY`
 UNIT = 64  # blocks have multiples of it
 BlockSize = tuple[int, int]
 
@@ -25,16 +26,20 @@ class BlockMask:
         mask = onepass.BlockMask.from_blocks(is_kept, (64, 64))  # is_kept: (batch, num_heads_q, 128, 128) bool
         out = onepass.attention(q, k, v, block_mask=mask)
 
-    Queries see no key of an empty block. In other blocks they see what key_ranges and query_ranges leave, which must
-    hide nothing in a full block. The other arguments of a call still count: with causal=True, blocks above the diagonal
-    are not visited, whatever they are. No tensor may change while a call's backward is to come.
+    Queries see no key of an empty block, all keys of a full one, and of a partial one those that bits, key_ranges and
+    query_ranges all leave; ranges must hide nothing in a full block. The other arguments of a call still count: with
+    causal=True, blocks above the diagonal are not visited, whatever they are. No tensor may change while a call's
+    backward is to come.
 
     Attributes:
         kinds: (batch or 1, num_heads_q, num_heads_kv or 1, blocks of queries, blocks of keys) int8 on q's device: 0 for
             empty blocks, 1 for partial, 2 for full ones. Packed sequences count their blocks from their first query and
             key, batch is the number of sequences, and there are blocks enough for the longest one.
         block_size: queries and keys of a block, multiples of 64. The last blocks may be cut off by the end.
-        key_ranges, query_ranges: as those of `attention`; None: partial blocks are seen as full ones are.
+        key_ranges, query_ranges: as those of `attention`; None: they hide nothing.
+        bits: (batch or 1, num_heads_q, num_heads_kv or 1, seqlen_q, ceil(seqlen_k / 32)) int32, of which only partial
+            blocks are read: bit j % 32 of word j // 32 says whether a query sees key j. Packed sequences count queries
+            and keys as for kinds. None: they hide nothing.
 
     Raises: TypeError or ValueError with what was expected and given.
     """
@@ -43,13 +48,12 @@ class BlockMask:
     block_size: BlockSize = (128, 128)
     key_ranges: Tensor | None = None
     query_ranges: Tensor | None = None
+    bits: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_tensor("kinds", self.kinds)
-        if self.kinds.dtype != torch.int8:
-            raise TypeError(f"kinds: expected dtype int8, got {short_name(self.kinds.dtype)}")
-        if self.kinds.dim() != 4:
-            raise ValueError(f"kinds: expected (batch, heads, q_blocks, kv_blocks), got shape {shape_of(self.kinds)}")
+        _check("kinds", self.kinds, torch.int8, "q_blocks, kv_blocks")
+        if self.bits is not None:
+            _check("bits", self.bits, torch.int32, "queries, words")
         object.__setattr__(self, "block_size", _checked_size(self.block_size))
 
     @classmethod
@@ -58,9 +62,7 @@ class BlockMask:
 
         Args: blocks: bool, in the shape of `kinds`.
         """
-        check_tensor("blocks", blocks)
-        if blocks.dtype != torch.bool:
-            raise TypeError(f"blocks: expected dtype bool, got {short_name(blocks.dtype)}")
+        _check("blocks", blocks, torch.bool, "q_blocks, kv_blocks")
         return cls(blocks.to(torch.int8) * FULL, block_size)
 
     @classmethod
@@ -105,6 +107,17 @@ class BlockMask:
         return cls(some.to(torch.int8) + every.to(torch.int8), block_size, key_ranges, query_ranges)
 
     @classmethod
+    def from_dense(cls, mask: Tensor, block_size: BlockSize = (128, 128)) -> BlockMask:
+        """A mask of any pairs, in one bit for each. The host does not wait for a device.
+
+        Args: mask: (batch or 1, num_heads_q, num_heads_kv or 1, seqlen_q, seqlen_k) bool, True where a query sees a
+            key. Packed sequences count both from their first ones, and there are enough for the longest one.
+        """
+        _check("mask", mask, torch.bool, "seqlen_q, seqlen_k")
+        block_size = _checked_size(block_size)
+        return cls(kinds_of(mask, block_size), block_size, bits=_packed(mask))
+
+    @classmethod
     def from_torch(cls, mask: Any) -> BlockMask:
         """The lists of a `torch.nn.attention.flex_attention.BlockMask` of lengths that its blocks divide.
 
@@ -121,6 +134,37 @@ class BlockMask:
         if mask.full_kv_num_blocks is not None:
             seen = seen | _listed(mask.full_kv_num_blocks, mask.full_kv_indices, kv_blocks)
         return cls.from_blocks(seen, tuple(mask.BLOCK_SIZE))
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The mask with its tensors on a device."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: t.to(device) for name, t in given.items() if isinstance(t, Tensor)}
+        return replace(self, **moved)
+
+
+def kinds_of(visible: Tensor, size: BlockSize) -> Tensor:
+    """(.., rows, columns) bool -> (.., blocks, blocks) int8: whether no pair of a block is seen, some are, or all."""
+    (m, n), (rows, columns) = size, visible.shape[-2:]
+    padding = 0, -columns % n, 0, -rows % m
+    some, every = (
+        pad(visible, padding, value=value).unflatten(-1, (-1, n)).unflatten(-3, (-1, m)) for value in (False, True)
+    )
+    return some.any(-1).any(-2).to(torch.int8) + every.all(-1).all(-2).to(torch.int8)
+
+
+def _packed(pairs: Tensor) -> Tensor:
+    """(.., columns) bool -> (.., words) int32. The bytes of a word go from its lowest bits to its highest ones."""
+    by_byte = pad(pairs, (0, -pairs.shape[-1] % WORD)).unflatten(-1, (-1, WORD // 8, 8))
+    values = 1 << torch.arange(8, dtype=torch.uint8, device=pairs.device)
+    return (by_byte * values).sum(-1, dtype=torch.uint8).view(torch.int32)[..., 0]
+
+
+def _check(name: str, t: Any, dtype: torch.dtype, rows_and_columns: str) -> None:
+    check_tensor(name, t)
+    if t.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {short_name(dtype)}, got {short_name(t.dtype)}")
+    if t.dim() != 4:
+        raise ValueError(f"{name}: expected (batch, heads, {rows_and_columns}), got shape {shape_of(t)}")
 
 
 def _checked_size(block_size: Any) -> BlockSize:
@@ -176,29 +220,35 @@ def blocks_of_call(
         is_torchs = type(mask).__name__ == "BlockMask"
         hint = " (onepass.BlockMask.from_torch takes torch's)" if is_torchs else ""
         raise TypeError(f"block_mask: expected a onepass.BlockMask or None, got {type(mask).__name__}{hint}")
-    kinds, (heads_q, heads_kv) = mask.kinds, (q.shape[-2], k.shape[-2])
-    if kinds.device != q.device:
-        raise ValueError(f"block_mask: expected device {q.device} like q, got {kinds.device}")
-    is_packed = cu_seqlens_q is not None
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    lengths = q.shape[-3], k.shape[-3]
-    needed = [-(-length // size) for length, size in zip(lengths, mask.block_size, strict=True)]
-    agrees = kinds.shape[0] in (1, batch) and kinds.shape[1] in (1, heads_kv, heads_q)
-    if not agrees or (not is_packed and list(kinds.shape[2:]) != needed):
-        blocks = "q_blocks, kv_blocks" if is_packed else ", ".join(map(str, needed))
-        heads = " or ".join(map(str, dict.fromkeys((1, heads_kv, heads_q))))
-        raise ValueError(
-            f"block_mask: expected kinds of shape (1 or {batch}, {heads}, {blocks}) with blocks of "
-            f"{mask.block_size}, got {shape_of(kinds)}"
-        )
-    if kinds.shape[1] not in (1, heads_q):
-        kinds = kinds.repeat_interleave(heads_q // heads_kv, 1)
+    kinds = _of_query_heads("kinds", mask.kinds, mask.block_size, f"blocks of {mask.block_size}", q, k, cu_seqlens_q)
+    bits = mask.bits
+    if bits is not None:
+        bits = _of_query_heads("bits", bits, (1, WORD), f"words of {WORD} keys", q, k, cu_seqlens_q)
     given = dict(given)
     for name in ("key_ranges", "query_ranges"):
         own, other = getattr(mask, name), given.get(name)
         if own is not None:
             given[name] = own if other is None else _intersected(name, own, other)
-    return Blocks(kinds, mask.block_size), given
+    return Blocks(kinds, mask.block_size, bits), given
+
+
+def _of_query_heads(
+    name: str, t: Tensor, unit: BlockSize, content: str, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None
+) -> Tensor:
+    """A tensor of a mask, checked, with one head or those of q. Args: unit: the rows and columns of an element."""
+    if t.device != q.device:
+        raise ValueError(f"block_mask: expected device {q.device} like q, got {t.device}")
+    is_packed, heads_q, heads_kv = cu_seqlens_q is not None, q.shape[-2], k.shape[-2]
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    needed = [-(-length // size) for length, size in zip((q.shape[-3], k.shape[-3]), unit, strict=True)]
+    agrees = t.shape[0] in (1, batch) and t.shape[1] in (1, heads_kv, heads_q)
+    if not agrees or (not is_packed and list(t.shape[2:]) != needed):
+        sizes = "rows, columns" if is_packed else ", ".join(map(str, needed))
+        heads = " or ".join(map(str, dict.fromkeys((1, heads_kv, heads_q))))
+        raise ValueError(
+            f"block_mask: expected {name} of shape (1 or {batch}, {heads}, {sizes}) with {content}, got {shape_of(t)}"
+        )
+    return t if t.shape[1] in (1, heads_q) else t.repeat_interleave(heads_q // heads_kv, 1)
 
 
 def _intersected(name: str, a: Tensor, b: Any) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import BlockMask, masks, tiled
+from onepass import BlockMask, masks, reference, tiled
 from onepass.errors import UnsupportedError
 from onepass.problem import AttentionInputs, AttentionProblem, Blocks, Mask, Modifiers
 from onepass.testing import Call
@@ -31,6 +31,21 @@ def random_ranges(rng, lead, rows, columns):
     return torch.cat([low, low + torch.randint(0, columns // 2 + 1, low.shape)], -1).int()
 
 
+def random_pairs(rng, lead, rows, columns, size):
+    """(*lead, rows, columns) bool, in blocks that are empty, full or partial."""
+    kinds = torch.randint(0, 3, (*lead, -(-rows // size[0]), -(-columns // size[1])))
+    kinds = kinds.repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)[..., :rows, :columns]
+    return (kinds == 2) | ((kinds == 1) & (torch.rand(kinds.shape) < rng.choice([0.01, 0.5, 0.99])))
+
+
+def dense_mask(pairs, size):
+    """`BlockMask.from_dense`, with any bits where they are not read."""
+    mask = BlockMask.from_dense(pairs, size)
+    is_read = (mask.kinds == 1).repeat_interleave(size[0], 2)[:, :, : pairs.shape[2]]
+    is_read = is_read.repeat_interleave(size[1] // 32, 3)[..., : mask.bits.shape[-1]]
+    return replace(mask, bits=torch.where(is_read, mask.bits, torch.randint_like(mask.bits, -(2**31), 2**31)))
+
+
 # ---------------------------------------------------------------- attention
 
 
@@ -42,8 +57,10 @@ def random_call(seed):
     heads, size = heads_kv * group, (rng.choice([64, 128]), rng.choice([64, 128]))
     lead = rng.choice([1, batch]), rng.choice([1, heads, heads_kv])
     blocks = [-(-n // s) for n, s in zip((seqlen_q, seqlen_k), size, strict=True)]
-    mask = BlockMask.from_blocks(random_blocks(*lead, *blocks), size)
-    if rng.random() < 0.6:
+    mask, kind = BlockMask.from_blocks(random_blocks(*lead, *blocks), size), rng.random()
+    if kind < 0.4:
+        mask = dense_mask(random_pairs(rng, lead, seqlen_q, seqlen_k, size), size)
+    elif kind < 0.8:
         lead = rng.choice([1, batch]), rng.choice([1, heads])
         given = {"key_ranges": random_ranges(rng, lead, seqlen_q, seqlen_k)}
         if rng.random() < 0.5:
@@ -93,6 +110,18 @@ def test_packed_sequences(batch, heads):
     few = BlockMask.from_blocks(random_blocks(1, 1, 3, 2), (64, 64))
     with pytest.raises(ValueError, match=r"block_mask: expected at least 3 x 3 blocks of \(64, 64\) for the longest"):
         onepass.attention_varlen(**tensors, **options | {"block_mask": few})
+    pairs = random_pairs(random.Random(batch * heads), (batch, heads), 170, 150, (64, 64))
+    options["block_mask"] = dense_mask(pairs, (64, 64))
+    Call(tensors, options).check(with_floor=True)
+    ranges = random_ranges(random.Random(heads), (1,), 300, 160)
+    Call(tensors, options | {"query_ranges": ranges, "window": (90, 10), "sinks": randn(4)}).check(with_floor=True)
+    starts = torch.tensor([50, 0, 100], dtype=INT32)  # the first queries of two sequences see nothing
+    Call(tensors, options | {"seqstart_k": starts}).check(with_floor=True)
+    for rows, words in ((159, 5), (160, 4)):
+        few = replace(options["block_mask"], bits=options["block_mask"].bits[:, :, :rows, :words])
+        message = f"expected at least 160 x 5 words of bits for the longest sequences, got {rows} x {words}"
+        with pytest.raises(ValueError, match=message):
+            onepass.attention_varlen(**tensors, **options | {"block_mask": few})
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -122,19 +151,39 @@ def test_only_nonempty_blocks_are_visited(is_causal, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_values_in_empty_blocks_do_not_matter(value):
-    blocks = random_blocks(2, 4, 3, 3)
-    blocks[0, :2, :, 1] = False  # of the first kv head
-    mask, results = BlockMask.from_blocks(blocks, (64, 64)), []
+@pytest.mark.parametrize("has_bits", [False, True])
+def test_values_of_hidden_keys_do_not_matter(value, has_bits):
+    hidden = slice(64, 128)
+    if has_bits:
+        hidden = torch.tensor([0, 5, 31, 32, 63, 64, 100, 149])
+        pairs = random_blocks(2, 4, 150, 150)
+        pairs[0, :2, :, hidden] = False  # of the first kv head
+        mask = BlockMask.from_dense(pairs, (64, 64))
+    else:
+        blocks = random_blocks(2, 4, 3, 3)
+        blocks[0, :2, :, 1] = False
+        mask = BlockMask.from_blocks(blocks, (64, 64))
+    results = []
     leaves = [randn(2, 150, heads, 8) for heads in (4, 2, 2)]
     for _ in range(2):
         q, k, v = (t.clone().requires_grad_() for t in leaves)
         out, lse = onepass.attention(q, k, v, block_mask=mask, return_lse=True)
         loss = out.sin().sum() + lse[lse.isfinite()].sum()
         results.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
-        leaves[1][0, 64:128, 0], leaves[2][0, 64:128, 0] = value, value
+        leaves[1][0, hidden, 0], leaves[2][0, hidden, 0] = value, value
     for before, after in zip(*results, strict=True):
         torch.testing.assert_close(before, after)
+
+
+def test_a_value_reaches_the_rows_that_see_it_by_bits():
+    pairs = random_blocks(1, 1, 70, 150)
+    mask, (q, k, v) = BlockMask.from_dense(pairs), (randn(1, n, 1, 8) for n in (70, 150, 150))
+    before = onepass.attention(q, k, v, block_mask=mask)
+    v[0, 77] = torch.nan
+    after = onepass.attention(q, k, v, block_mask=mask)
+    sees = pairs[0, 0, :, 77]
+    assert after[0, sees].isnan().all()
+    torch.testing.assert_close(after[0, ~sees], before[0, ~sees])
 
 
 def test_a_mask_of_ranges_is_its_ranges():
@@ -152,10 +201,12 @@ def test_a_mask_of_ranges_is_its_ranges():
 def test_it_can_be_compiled():
     torch._dynamo.reset()
     mask = BlockMask.from_blocks(random_blocks(1, 2, 3, 3), (64, 64))
+    pairs = random_blocks(1, 2, 150, 150)
     q, k, v = (randn(2, 150, 2, 8).requires_grad_() for _ in range(3))
 
     def function(q, k, v):
-        return onepass.attention(q, k, v, block_mask=mask, causal=True).sin()
+        out = onepass.attention(q, k, v, block_mask=mask, causal=True).sin()
+        return onepass.attention(out, k, v, block_mask=BlockMask.from_dense(pairs))
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     results = [(out := f(q, k, v), *torch.autograd.grad(out.sum(), (q, k, v))) for f in (function, compiled)]
@@ -165,6 +216,8 @@ def test_it_can_be_compiled():
     for ranges in (None, torch.tensor([0, 100], dtype=INT32).expand(1, 1, 150, 2).contiguous()):
         forward = *given, ranges, mask.kinds, 64, 64
         torch.library.opcheck(torch.ops.onepass.attention_modified_forward.default, forward)
+    forward = *forward, BlockMask.from_dense(pairs).bits
+    torch.library.opcheck(torch.ops.onepass.attention_modified_forward.default, forward)
     out, lse = (t.detach() for t in torch.ops.onepass.attention_modified_forward(*forward))
     backward = torch.randn_like(out), None, out, lse, False, False, *(t.detach() for t in (q, k, v)), *forward[3:]
     torch.library.opcheck(torch.ops.onepass.attention_modified_backward.default, backward)
@@ -245,6 +298,33 @@ def test_blocks_of_torch():
         onepass.attention(*(randn(1, 64, 1, 8) for _ in range(3)), block_mask=theirs)
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (64, 128), (70, 33), (130, 257), (0, 5), (5, 0), (0, 0)])
+def test_bits_of_pairs(seqlen_q, seqlen_k):
+    pairs = random_pairs(random.Random(seqlen_q), (2, 3), seqlen_q, seqlen_k, (64, 128))
+    mask = BlockMask.from_dense(pairs, (64, 128))
+    assert torch.equal(mask.kinds, masks.occupancy(pairs, (64, 128)))
+    words = -(-seqlen_k // 32)
+    assert (mask.bits.shape, mask.bits.dtype) == ((2, 3, seqlen_q, words), INT32)
+    padded = torch.zeros(2, 3, seqlen_q, words * 32, dtype=torch.int64)
+    padded[..., :seqlen_k] = pairs
+    expected = (padded.unflatten(-1, (words, 32)) << torch.arange(32)).sum(-1)
+    assert torch.equal(mask.bits.long() & 0xFFFFFFFF, expected)
+    meta = mask.to("meta")
+    assert {t.device.type for t in (meta.kinds, meta.bits)} == {"meta"}
+    assert (meta.block_size, meta.key_ranges) == ((64, 128), None)
+    unread = BlockMask.from_dense(pairs.to("meta"), (64, 128))  # a mask is made without reading a value
+    assert (unread.kinds.shape, unread.bits.shape) == (mask.kinds.shape, mask.bits.shape)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_the_oracle_sees_the_pairs(heads):
+    pairs = random_pairs(random.Random(heads), (2, heads), 130, 200, (64, 64))
+    assert {0, 1, 2} == set(masks.occupancy(pairs, (64, 64)).flatten().tolist())
+    q, k = randn(2, 4, 130, 1), randn(2, 4, 200, 1)
+    found = reference.pairs_of(q, k, Mask(), block_mask=dense_mask(pairs, (64, 64))).visible
+    assert torch.equal(found.expand(-1, 4, -1, -1), pairs.repeat_interleave(4 // heads, 1))
+
+
 def replace_mask_mod(flex, mask):
     return flex.BlockMask.from_kv_blocks(
         mask.kv_num_blocks, mask.kv_indices, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=lambda b, h, i, j: i >= j
@@ -263,6 +343,17 @@ def replace_mask_mod(flex, mask):
         ((torch.ones(1, 1, 2, 2).to(torch.int8), 64), TypeError, "block_size: expected a pair"),
         ((torch.ones(1, 1, 2, 2).to(torch.int8), (64, 0)), ValueError, "block_size: "),
         (([[True]],), TypeError, "kinds: expected a torch.Tensor"),
+        ((torch.ones(1, 1, 2, 2).to(torch.int8), (64, 64), None, None, [1]), TypeError, "bits: expected a torch"),
+        (
+            (torch.ones(1, 1, 2, 2).to(torch.int8), (64, 64), None, None, torch.ones(1, 1, 99, 4)),
+            TypeError,
+            "bits: expected dtype int32, got float32",
+        ),
+        (
+            (torch.ones(1, 1, 2, 2).to(torch.int8), (64, 64), None, None, torch.ones(1, 99, 4).int()),
+            ValueError,
+            r"bits: expected \(batch, heads, queries, words\), got shape \(1, 99, 4\)",
+        ),
     ],
 )
 def test_what_is_no_mask(arguments, error, message):
@@ -273,11 +364,18 @@ def test_what_is_no_mask(arguments, error, message):
 def test_makers_refuse():
     with pytest.raises(TypeError, match="blocks: expected dtype bool, got int8"):
         BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.int8))
+    with pytest.raises(TypeError, match="mask: expected dtype bool, got int8"):
+        BlockMask.from_dense(torch.ones(1, 1, 9, 9, dtype=torch.int8))
+    with pytest.raises(ValueError, match=r"mask: expected \(batch, heads, seqlen_q, seqlen_k\), got shape \(9, 9\)"):
+        BlockMask.from_dense(torch.ones(9, 9, dtype=torch.bool))
+    with pytest.raises(TypeError, match="block_size: expected a pair"):
+        BlockMask.from_dense(torch.ones(1, 1, 9, 9, dtype=torch.bool), 64)
     with pytest.raises(TypeError, match="key_ranges: expected an int32"):
         BlockMask.from_ranges(3, 4)
 
 
 MASK = BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool), (64, 64))
+DENSE = BlockMask.from_dense(torch.ones(1, 1, 100, 100, dtype=torch.bool), (64, 64))
 
 
 @pytest.mark.parametrize(
@@ -295,6 +393,19 @@ MASK = BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool), (64, 64))
             {"block_mask": replace(MASK, kinds=MASK.kinds.to("meta"))},
             ValueError,
             "block_mask: expected device cpu like",
+        ),
+        (
+            {"block_mask": replace(DENSE, bits=DENSE.bits[..., :3])},
+            ValueError,
+            "block_mask: expected bits of shape (1 or 2, 1 or 2 or 4, 100, 4) with words of 32 keys, got (1, 1, 1",
+        ),
+        ({"block_mask": replace(DENSE, bits=DENSE.bits[:, :, 1:])}, ValueError, "got (1, 1, 99, 4)"),
+        ({"block_mask": replace(DENSE, bits=DENSE.bits.expand(1, 3, 100, 4))}, ValueError, "got (1, 3, 100, 4)"),
+        ({"block_mask": replace(DENSE, bits=DENSE.bits.expand(3, 1, 100, 4))}, ValueError, "got (3, 1, 100, 4)"),
+        (
+            {"block_mask": replace(DENSE, bits=DENSE.bits.to("meta"))},
+            ValueError,
+            "block_mask: expected device cpu like q, got meta",
         ),
         (
             {"block_mask": replace(MASK, key_ranges=torch.zeros(1, 1, 9, 2).int())},
@@ -325,12 +436,21 @@ def test_where_it_is_not_taken():
         onepass.attention_decode(q, k, v, cache_seqlens=torch.tensor([100]).int(), block_mask=MASK)
 
 
-@pytest.mark.parametrize("name", ["sm90", "sm80"])
-def test_kernels_refuse_it(name):
+@pytest.mark.parametrize(
+    ("name", "mask", "expected"),
+    [
+        ("sm90", MASK, None),
+        ("sm90", DENSE, "block_mask: expected no bits"),
+        ("sm80", MASK, "block_mask: expected none"),
+        ("sm80", DENSE, "block_mask: expected none"),
+    ],
+)
+def test_what_kernels_refuse(name, mask, expected):
     from onepass.dispatch.backends import unsupported_by
 
     q, k, v = (torch.randn(1, 128, 2, 64, dtype=torch.bfloat16) for _ in range(3))
-    inputs = AttentionInputs(q, k, v, *[None] * 4, Modifiers(), None, Blocks(MASK.kinds, MASK.block_size))
+    blocks = Blocks(mask.kinds, mask.block_size, mask.bits)
+    inputs = AttentionInputs(q, k, v, *[None] * 4, Modifiers(), None, blocks)
     problem = AttentionProblem.of(inputs, softmax_scale=0.3, mask=Mask(), softcap=None, deterministic=False)
-    assert unsupported_by(name, problem) == "block_mask: expected none"
-    assert problem.modifiers_named == "block_mask"
+    assert unsupported_by(name, problem) == expected
+    assert problem.modifiers_named == ("block_mask" if mask is MASK else "block_mask with bits")

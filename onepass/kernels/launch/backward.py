@@ -201,6 +201,8 @@ class BackwardLaunch:
         self.launch_main(rows, dk=dk, dv=dv, turns=turns, **shared, **sources)
         if self.postprocess is not None:  # else the main kernel has written dq
             recomputed = sources if problem.hides_pairs else {}
+            if (given := recomputed.get("modifiers")) is not None:  # one kernel whether or not tiles took turns
+                recomputed = recomputed | {"modifiers": given._replace(turns=None)}
             self.postprocess(*PostprocessArguments(dq=dq, **shared, **recomputed))
         if self.sink_gradients is not None and inputs.sinks is not None:
             sinks = inputs.sinks.float().contiguous()
@@ -334,7 +336,7 @@ def trace_postprocess(problem: AttentionProblem, config: BackwardConfigSm90 | Ba
             "v": fake_rows(problem, dv, config.vector_bytes),
             "dout": fake_rows(problem, dv, config.vector_bytes),
             "stats": stats,
-            "modifiers": modifiers.fake_arguments(problem, is_backward=True),
+            "modifiers": modifiers.fake_arguments(replace(problem, deterministic=False), is_backward=True),
             **shared_stand_ins(problem),
         }
     arguments = PostprocessArguments(

@@ -34,6 +34,7 @@ class Kernel(NamedTuple):
     of_keys: bool
     is_packed: bool
     block_size: tuple[int, int] | None
+    has_bits: bool
     in_turns: bool
     fields: tuple[str, ...]
     has_seqused_k: bool
@@ -55,6 +56,7 @@ def kernel_of(problem: AttentionProblem, tile: tuple[int, int], of_keys: bool) -
         of_keys,
         problem.is_packed,
         problem.block_size,
+        problem.has_block_bits,
         of_keys and problem.deterministic,
         tuple(name for name, is_given in zip(FIELDS, has, strict=True) if is_given),
         problem.has_seqused_k,
@@ -170,4 +172,4 @@ def trace(kernel: Kernel) -> tuple:
         window_left=Int32(0) if kernel.has_window_left else None,
         window_right=Int32(0) if kernel.has_window_right else None,
     )
-    return traced(BlockLists(*kernel[:5]), arguments)
+    return traced(BlockLists(*kernel[:6]), arguments)

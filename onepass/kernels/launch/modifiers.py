@@ -54,8 +54,11 @@ def arguments_of(
         ranges, positions, given.seqstart_k, slopes, bias, term_scale=scale, query_ranges=query_ranges
     )
     if blocks is not None:
-        kinds = blocks.kinds.expand(problem.batch, problem.num_heads_q, -1, -1)
-        found = found._replace(kinds=kinds.permute(2, 3, 1, 0))
+        kinds, bits = (
+            None if t is None else t.expand(problem.batch, problem.num_heads_q, -1, -1).permute(2, 3, 1, 0)
+            for t in (blocks.kinds, blocks.bits)
+        )
+        found = found._replace(kinds=kinds, bits=bits)
     if problem.dropout_p > 0:
         assert given.dropout_state is not None
         found = found._replace(
@@ -202,6 +205,8 @@ def fake_arguments(problem: AttentionProblem, is_backward: bool = False) -> Modi
         found["query_ranges"] = strided_tensor(Int32, 4)
     if problem.block_size is not None:
         found["kinds"] = strided_tensor(Int8, 4)
+    if problem.has_block_bits:
+        found["bits"] = strided_tensor(Int32, 4)
     if is_backward and problem.has_intervals and not problem.has_lists:
         found["bounds"] = strided_tensor(Int32, 4)
     if is_backward and problem.has_alibi and not problem.constant_slopes:

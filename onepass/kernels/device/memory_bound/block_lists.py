@@ -30,7 +30,7 @@ from ....geometry.tile_scheduler import LANES, packed_rows
 from ...arguments import BlockListsArguments, ModifierTensors
 from ..blocks.memory.untraced import Untraced
 from ..blocks.memory.warp import count
-from ..blocks.softmax.modifiers import Modifiers, Place
+from ..blocks.softmax.modifiers import FULL, Modifiers, Place
 from ..blocks.tiles.packed import Lengths, used_keys
 from ..entry import takes
 from .backward_rows import sequence_of_block
@@ -57,14 +57,21 @@ class BlockLists:
     Args:
         tile_m, tile_n: queries of a block and keys of a block.
         of_keys: lists of tiles of keys (for a backward), not of tiles of queries.
-        block_size: queries and keys of a block of `ModifierTensors.kinds`, if there is one.
+        block_size: queries and keys of a block of `ModifierTensors.kinds`, if there are any.
+        has_bits: whether blocks that are seen are full only if their kind says so.
     """
 
     def __init__(
-        self, tile_m: int, tile_n: int, of_keys: bool, is_packed: bool, block_size: tuple[int, int] | None = None
+        self,
+        tile_m: int,
+        tile_n: int,
+        of_keys: bool,
+        is_packed: bool,
+        block_size: tuple[int, int] | None = None,
+        has_bits: bool = False,
     ):
         self.tile_m, self.tile_n, self.of_keys = tile_m, tile_n, of_keys
-        self.is_packed, self.block_size = is_packed, block_size
+        self.is_packed, self.block_size, self.least_full = is_packed, block_size, FULL if has_bits else 1
 
     @takes(BlockListsArguments)
     def __call__(self, a: BlockListsArguments, stream: cuda.CUstream):
@@ -274,8 +281,8 @@ class Pairs(Untraced):
         for h in cutlass.range(self.group, unroll=1):
             for i in cutlass.range_constexpr(len(rows)):
                 for j in cutlass.range_constexpr(len(columns)):
-                    is_seen = self.kinds[rows[i], columns[j], place.head + h, place.entry] != 0
-                    some, every = some or is_seen, every and is_seen
+                    kind = self.kinds[rows[i], columns[j], place.head + h, place.entry]
+                    some, every = some or kind != 0, every and kind >= kernel.least_full
         return some, every
 
 

@@ -10,14 +10,16 @@ and the columns keys, in a backward rows are keys and columns queries (`Block.ha
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Numeric, Uint32, Uint64
 
 from .....geometry.block_range import KeyBlocks
 from .....geometry.integers import ceil_div, maximum, minimum, select
+from .....problem.attention import FULL, WORD
 from ....arguments import ModifierTensors
 from ..memory.layouts import column_offset
 from ..memory.ptx import add_one_to_global, philox, philox_keys
@@ -180,11 +182,33 @@ class Modifiers(Untraced):
         row = minimum(place.first_key + maximum(minimum(key, place.seqlen_k - 1), 0), ranges.shape[0] - 1)
         return tuple(ranges[row, i, place.head, place.row_entry] for i in range(2))
 
-    def is_in_seen_block(self, place: Place, query, key) -> Boolean:
-        """Whether the query's block sees the key's; past the last ones, those of the last ones."""
+    def kind(self, place: Place, query, key) -> Numeric:
+        """The kind of the block of a query and a key; past the last blocks, that of the last one."""
         kinds, numbers = self.tensors.kinds, zip((query, key), self.block_size, strict=True)
         i, j = (minimum(n // size, most - 1) for (n, size), most in zip(numbers, kinds.shape[:2], strict=True))
-        return kinds[i, j, place.head, minimum(place.entry, kinds.shape[3] - 1)] != 0
+        return kinds[i, j, place.head, minimum(place.entry, kinds.shape[3] - 1)]
+
+    def word(self, place: Place, query, number) -> Uint32:
+        """The word of bits of this number of a query; past the last ones, the last one's."""
+        bits = self.tensors.bits
+        row, column = maximum(minimum(query, bits.shape[0] - 1), 0), minimum(number, bits.shape[1] - 1)
+        return Uint32(bits[row, column, place.head, minimum(place.entry, bits.shape[3] - 1)])
+
+    def is_in_seen_block(self, place: Place, query, key) -> Boolean:
+        """Whether blocks let a query see a key."""
+        kind = self.kind(place, query, key)
+        if self.tensors.bits is None:
+            return kind != 0
+        has_bit = self.word(place, query, key // WORD) >> Uint32(key % WORD) & Uint32(1) != 0
+        return kind == FULL or (kind != 0 and has_bit)
+
+    def words_of_row(self, block: Block, r: int, columns: int) -> list[Uint32]:
+        """A query's bits from the block's first column on: bit n of word i is that of column 32 * i + n."""
+        first, shift = block.first_column // WORD, Uint64(block.first_column % WORD)
+        found = [
+            Uint64(self.word(block.places[r], block.rows[r], first + i)) for i in range(ceil_div(4 * columns, WORD) + 1)
+        ]
+        return [Uint32((low | high << Uint64(WORD)) >> shift) for low, high in itertools.pairwise(found)]
 
     @cute.jit
     def hide_by_key(self, scores: cute.Tensor, block: Block, hidden: cutlass.Constexpr[float]):
@@ -206,13 +230,25 @@ class Modifiers(Untraced):
                         is_seen = low <= rows[r] and rows[r] < high
                         scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
         if cutlass.const_expr(self.tensors.kinds is not None):
-            # neither the two rows nor the two columns of a group of 8 lie in different blocks
+            words = None
+            if cutlass.const_expr(self.tensors.bits is not None and not block.has_keys_in_rows):
+                words = [self.words_of_row(block, r, columns) for r in range(2)]
+            # neither the two rows nor the two columns of a group of 8 lie in different blocks, nor rows in two words
             for c in cutlass.range_constexpr(0, columns, 2):
                 column = block.first_column + column_offset(c)
                 query, key = (column, rows[0]) if cutlass.const_expr(block.has_keys_in_rows) else (rows[0], column)
-                is_seen = self.is_in_seen_block(place, query, key)
+                kind = self.kind(place, query, key)
                 for i in cutlass.range_constexpr(4):
                     r, n = i // 2, c + i % 2
+                    is_seen = kind != 0
+                    if cutlass.const_expr(self.tensors.bits is not None):
+                        offset = column_offset(n)
+                        if cutlass.const_expr(block.has_keys_in_rows):
+                            word = self.word(place, block.first_column + offset, rows[r] // WORD)
+                            bit = word >> Uint32(rows[r] % WORD)
+                        else:
+                            bit = words[r][offset // WORD] >> Uint32(offset % WORD)
+                        is_seen = kind == FULL or (kind != 0 and bit & Uint32(1) != 0)
                     scores[r, n] = scores[r, n] if is_seen else Float32(hidden)
 
     @cute.jit
