@@ -375,6 +375,7 @@ def prepare(case: MaskCase, contender: Contender, t: Tensors) -> Prepared:
     results = {name: x.detach() for name, x in zip(names, call(), strict=True)}
     _wait()
     told = {"first_s": round(time.perf_counter() - started, 2)}
+    call()  # a contender whose backward runs only once is refused here
     told["making_ms"] = milliseconds(lambda: contender.make(case, t))
     if isinstance(made, dict) and ("block_mask" in made or "query_ranges" in made):
         told["lists_ms"] = lists_ms(case, arguments_of(t, made))
