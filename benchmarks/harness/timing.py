@@ -1,4 +1,4 @@
-"""How calls of suites are timed besides CUDA graphs: by triton's do_bench, on the host, and under a steady load."""
+"""How calls of suites are timed besides CUDA graphs: by do_bench, on the GPU or the host alone, under a steady load."""
 
 from __future__ import annotations
 
@@ -19,6 +19,27 @@ def do_bench_sampler(call: Call, warmup_ms: int, rep_ms: int) -> Sampler:
         from triton.testing import do_bench
 
         return do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="median")
+
+    return sample
+
+
+def device_sampler(call: Call, calls: int) -> Sampler:
+    """A sampler of the time on the GPU alone: the median of single calls, with the L2 cache flushed before each.
+
+    The GPU sleeps before each call for about a millisecond, in which the host enqueues it.
+    """
+
+    def sample() -> float:
+        flushed = torch.empty(2**28, dtype=torch.int8, device="cuda")
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+        for begin, end in events:
+            flushed.zero_()
+            torch.cuda._sleep(2_000_000)
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(begin.elapsed_time(end) for begin, end in events)
 
     return sample
 

@@ -11,13 +11,14 @@ options.py           the Hopper kernels with GQA,    call_cost.py      CPU time 
 sm80.py              the Ampere kernels              models.py         whole models: generation, training, diffusion
 modifiers.py         what ranges, ALiBi, a bias,     vllm.py           vLLM with onepass and with its own attention
                      dropout cost
+masks.py             masks as data, block sparsity, compared with cuDNN front end and FlexAttention
 context_parallel.py  attention over the ranks of a process group, compared with one device and the peers
 
 context_parallel_cases.py, context_parallel_contenders.py  the cases and the contenders of context_parallel.py
 """
 
 NAMES = (
-    "forward_sm90", "float32", "fp8", "backward_sm90", "options", "sm80", "modifiers",
+    "forward_sm90", "float32", "fp8", "backward_sm90", "options", "sm80", "modifiers", "masks",
     "decode", "decode_packed", "decode_e4m3", "quantize",
     "call_cost", "engine", "models", "vllm", "context_parallel",
 )  # fmt: skip

@@ -19,6 +19,7 @@ PEER_PACKAGES = (
     "flash-attn",
     "flash-attn-4",
     "fa3-fwd",
+    "nvidia-cudnn-frontend",
     "nvidia-cutlass-dsl",
     "apache-tvm-ffi",
     "triton",

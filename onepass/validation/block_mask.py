@@ -205,7 +205,8 @@ def _coverage(ranges: Tensor, rows_of_block: int, columns_of_block: int, num_col
             one = torch.full_like(places, change, dtype=torch.int32)
             changes.scatter_add_(-1, row_block * (blocks + 1) + places, one)
         found.append(changes.unflatten(-1, shape[-2:]).cumsum(-1)[..., :-1])
-    rows = torch.bincount(row_block, minlength=shape[-2]) if num_rows else row_block
+    starts = torch.arange(shape[-2], device=ranges.device) * rows_of_block
+    rows = (num_rows - starts).clamp(max=rows_of_block)
     return found[0] > 0, found[1] == rows[:, None]
 
 

@@ -260,6 +260,13 @@ def test_blocks_of_ranges_that_are_empty_or_short():
     assert kinds[0, 0].tolist() == expected
 
 
+def test_blocks_of_ranges_without_values():
+    """No value is read on the host, which would wait for the device."""
+    by_query, by_key = (torch.empty(1, 1, n, 2, dtype=INT32, device="meta") for n in (384, 200))
+    mask = BlockMask.from_ranges(384, 200, key_ranges=by_query, query_ranges=by_key, block_size=(128, 64))
+    assert mask.kinds.shape == (1, 1, 3, 4)
+
+
 def test_blocks_of_lists():
     seen = random_blocks(2, 3, 5, 7)
     counts = seen.sum(-1, dtype=INT32)
