@@ -51,10 +51,10 @@ class ModifierTensors(NamedTuple):
         keep_scale: what a kept probability is multiplied with.
         first_head, all_heads: the number of q's first head in the call whose random bits these are, and its heads.
         query_ranges: (keys, 2, heads, entries) int32, a range of queries for each key; packed sequences have one entry.
-        kinds: (blocks of queries, blocks of keys, heads, entries or sequences) int8: 0, or 2 for a full block with bits.
+        kinds: (blocks of queries, blocks of keys, heads, entries or sequences) int8, those of `Blocks`.
         bits: (queries, words of 32 keys, heads, entries or sequences) int32: the pairs of blocks that are not full.
-        numbers, counts, turns: (blocks, tiles, heads, entries), (2, tiles, heads, entries) and (tiles of keys, blocks of
-            queries, heads, entries) int32, the blocks that tiles visit: `BlockListsArguments`.
+        numbers, counts, turns: the blocks that tiles visit, as `BlockListsArguments` has them, with the dimensions in
+            reverse order.
         term_scale: what brings a term to the unit of scores: scale_log2 of `ScoreFactors`, inverted, times log2(e).
         bounds: (tiles of keys, 4, kv heads, entries) int32, the query blocks of a backward's tiles: `QueryBlocks`. The
             tiles of packed sequences are numbered one after the other, see launch/modifiers.py.

@@ -27,6 +27,14 @@ def _blocks(n: int, block: int, heads: int = 1, share: float = 0.4, batch: int =
     return BlockMask.from_blocks((torch.rand(batch, heads, count, count) < share).to(DEVICE), (block, block))
 
 
+def _bits(n: int, heads: int = 1, batch: int = 2) -> BlockMask:
+    """Blocks of 64 whose pairs are all seen, some of them, or none."""
+    count = -(-n // 64)
+    shares = torch.tensor([0.0, 0.5, 1.0])[torch.randint(0, 3, (batch, heads, count, count))]
+    shares = shares.repeat_interleave(64, -1).repeat_interleave(64, -2)[..., :n, :n]
+    return BlockMask.from_dense((torch.rand(shares.shape) < shares).to(DEVICE), (64, 64))
+
+
 def _of_ranges(n: int) -> dict[str, Any]:
     ranges = {name: t.to(DEVICE) for name, t in masks.block_diffusion(n // 2, 40).items()}
     return {"block_mask": BlockMask.from_ranges(n, n, block_size=(64, 128), **ranges)}
@@ -47,6 +55,10 @@ MASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "blocks of a kv head, sinks": lambda n: {"block_mask": _blocks(n, 64, heads=2), "sinks": torch.randn(4)},
     "blocks of ranges": _of_ranges,
     "blocks, ALiBi": lambda n: {"block_mask": _blocks(n, 128), "alibi_slopes": torch.rand(4) * 0.2},
+    "bits": lambda n: {"block_mask": _bits(n)},
+    "bits of heads, causal, queries of keys": lambda n: {
+        "block_mask": _bits(n, heads=4), "causal": True, "query_ranges": _random_ranges(n, n)
+    },
     "no block": lambda n: {"block_mask": _blocks(n, 64, share=0.0)},
 }  # fmt: skip
 
@@ -61,6 +73,7 @@ PACKED_MASKS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "blocks of a kv head, causal": lambda total, n, batch: {
         "block_mask": _blocks(n, 64, heads=2, batch=batch), "causal": True
     },
+    "bits, causal": lambda total, n, batch: {"block_mask": _bits(n, 2, batch), "causal": True},
     "blocks and queries of keys, window": lambda total, n, batch: {
         "block_mask": _blocks(n, 128, batch=batch), "query_ranges": _random_ranges(total, n)[0], "window": (200, 50)
     },

@@ -111,7 +111,7 @@ def persistent_grid(problem: AttentionProblem, config: ForwardConfigSm90, num_sm
     kv_bytes //= problem.qhead_per_kvhead // group
     count = tile_scheduler.max_packed_tiles if problem.is_packed else tile_scheduler.num_tiles
     tiles = count(problem.seqlen_q, positions, heads, problem.batch)
-    num_clusters = min(tiles, num_sms // config.cluster_size)
+    num_clusters = min(tiles, num_sms * config.blocks_per_sm // config.cluster_size)
     section = tile_scheduler.heads_per_section(
         heads * problem.batch,
         ceil_div(problem.seqlen_q, positions),

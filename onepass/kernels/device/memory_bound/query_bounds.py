@@ -148,7 +148,9 @@ class QueryBounds:
             first_key, seqlen_k = packed_rows(sequence, lengths.cu_seqlens_k, batch, seqlen_k)
             first_block, first_tile = first_row // self.tile_m + sequence, first_key // self.tile_n + sequence
         seqlen_k = used_keys(lengths, sequence, seqlen_k)
-        return Sequence(Place(head, first_row, Int32(0), row_entry, sequence, seqlen_q, seqlen_k), first_block, first_tile)
+        return Sequence(
+            Place(head, first_row, Int32(0), row_entry, sequence, seqlen_q, seqlen_k), first_block, first_tile
+        )
 
     @cute.jit
     def compared(self, extremes: cute.Tensor, start: Int32) -> tuple:

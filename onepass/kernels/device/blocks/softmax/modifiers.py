@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Numeric, Uint32, Uint64
+from cutlass import Boolean, Float32, Int32, Uint32, Uint64
 
 from .....geometry.block_range import KeyBlocks
 from .....geometry.integers import ceil_div, maximum, minimum, select
@@ -67,6 +67,11 @@ class Block(NamedTuple):
     has_keys_in_rows: bool = False
     slope: Float32 | None = None
     intervals: list[tuple] | None = None
+
+
+def bit_of(word: Uint32, number) -> Int32:
+    """A bit of a word: 0 or 1."""
+    return Int32(word >> Uint32(number) & Uint32(1))
 
 
 class Modifiers(Untraced):
@@ -182,11 +187,11 @@ class Modifiers(Untraced):
         row = minimum(place.first_key + maximum(minimum(key, place.seqlen_k - 1), 0), ranges.shape[0] - 1)
         return tuple(ranges[row, i, place.head, place.row_entry] for i in range(2))
 
-    def kind(self, place: Place, query, key) -> Numeric:
+    def kind(self, place: Place, query, key) -> Int32:
         """The kind of the block of a query and a key; past the last blocks, that of the last one."""
         kinds, numbers = self.tensors.kinds, zip((query, key), self.block_size, strict=True)
         i, j = (minimum(n // size, most - 1) for (n, size), most in zip(numbers, kinds.shape[:2], strict=True))
-        return kinds[i, j, place.head, minimum(place.entry, kinds.shape[3] - 1)]
+        return Int32(kinds[i, j, place.head, minimum(place.entry, kinds.shape[3] - 1)])
 
     def word(self, place: Place, query, number) -> Uint32:
         """The word of bits of this number of a query; past the last ones, the last one's."""
@@ -199,8 +204,7 @@ class Modifiers(Untraced):
         kind = self.kind(place, query, key)
         if self.tensors.bits is None:
             return kind != 0
-        has_bit = self.word(place, query, key // WORD) >> Uint32(key % WORD) & Uint32(1) != 0
-        return kind == FULL or (kind != 0 and has_bit)
+        return kind + bit_of(self.word(place, query, key // WORD), key % WORD) >= FULL
 
     def words_of_row(self, block: Block, r: int, columns: int) -> list[Uint32]:
         """A query's bits from the block's first column on: bit n of word i is that of column 32 * i + n."""
@@ -238,18 +242,20 @@ class Modifiers(Untraced):
                 column = block.first_column + column_offset(c)
                 query, key = (column, rows[0]) if cutlass.const_expr(block.has_keys_in_rows) else (rows[0], column)
                 kind = self.kind(place, query, key)
-                for i in cutlass.range_constexpr(4):
-                    r, n = i // 2, c + i % 2
-                    is_seen = kind != 0
-                    if cutlass.const_expr(self.tensors.bits is not None):
-                        offset = column_offset(n)
-                        if cutlass.const_expr(block.has_keys_in_rows):
-                            word = self.word(place, block.first_column + offset, rows[r] // WORD)
-                            bit = word >> Uint32(rows[r] % WORD)
-                        else:
-                            bit = words[r][offset // WORD] >> Uint32(offset % WORD)
-                        is_seen = kind == FULL or (kind != 0 and bit & Uint32(1) != 0)
-                    scores[r, n] = scores[r, n] if is_seen else Float32(hidden)
+                for n in cutlass.range_constexpr(c, c + 2):
+                    offset, word = column_offset(n), None
+                    if cutlass.const_expr(self.tensors.bits is not None and block.has_keys_in_rows):
+                        word = self.word(place, block.first_column + offset, rows[0] // WORD)
+                    for r in cutlass.range_constexpr(2):
+                        is_seen = kind != 0
+                        if cutlass.const_expr(self.tensors.bits is not None):
+                            if cutlass.const_expr(block.has_keys_in_rows):
+                                own, number = word, rows[r] % WORD
+                            else:
+                                own, number = words[r][offset // WORD], offset % WORD
+                            # FULL is one more than the kind of a block whose bits count
+                            is_seen = kind + bit_of(own, number) >= FULL
+                        scores[r, n] = scores[r, n] if is_seen else Float32(hidden)
 
     @cute.jit
     def hide(self, scores: cute.Tensor, block: Block, hidden: cutlass.Constexpr[float]):

@@ -48,6 +48,7 @@ from ....arguments import ForwardSm90Arguments
 from ....config import (
     REGISTERS,
     REGISTERS_OF_PAGES,
+    REGISTERS_OF_TWO,
     REGISTERS_TO_CONVERT,
     ROWS_PER_WARPGROUP,
     ForwardConfigSm90,
@@ -185,6 +186,7 @@ class ForwardSm90:
         self.has_garbage = problem.is_packed or problem.has_seqused_k
         registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
         registers = REGISTERS_TO_CONVERT if self.converts else registers
+        registers = REGISTERS_OF_TWO if config.blocks_per_sm == 2 else registers
         self.producer_registers, self.consumer_registers, *more = registers[config.num_warpgroups]
         if self.transposes_v:
             self.producer_registers, self.consumer_registers = config.registers_to_transpose(problem)
@@ -276,7 +278,7 @@ class ForwardSm90:
             block=[self.num_threads, 1, 1],
             cluster=(self.cluster_size, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.config.blocks_per_sm,
         )
 
     def _rows_of_q(self, q: cute.Tensor) -> cute.Tensor:
