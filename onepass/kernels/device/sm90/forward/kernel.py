@@ -279,6 +279,7 @@ class ForwardSm90:
             cluster=(self.cluster_size, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.config.blocks_per_sm,
+            preferred_smem_carveout=100 if self.config.blocks_per_sm > 1 else None,  # percent
         )
 
     def _rows_of_q(self, q: cute.Tensor) -> cute.Tensor:
