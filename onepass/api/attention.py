@@ -13,7 +13,7 @@ from ..ops.attention import NUM_INPUTS
 from ..problem import AttentionInputs, Modifiers
 from ..quantization import centering
 from ..validation.attention import PACKED
-from ..validation.block_mask import BlockMask
+from ..validation.block_mask import BlockMask, with_blocks
 from ..validation.fp8 import QuantizedQKV
 from ..validation.modifiers import NAMES, in_float32
 from ..validation.tensors import check_max_seqlens
@@ -116,12 +116,13 @@ def _call(
         taken = Modifiers(start, ranges, positions, in_float32(slopes), bias, query_ranges)
         tensors = (*inputs, *taken)
         inputs = launched = inputs._replace(modifiers=taken)
-    # a call with a block_mask makes tensors of it and checks them each time
-    if block_mask is not None:
-        key = None
-    elif not isinstance(inputs.q, QuantizedQKV):
-        key = fast_path.key_of(function, tensors, window, options)
-    elif inputs.k is inputs.v is inputs.q.score_shift is inputs.q.v_mean is inputs.modifiers is None:
+    if not isinstance(inputs.q, QuantizedQKV):
+        if block_mask is None:
+            key = fast_path.key_of(function, tensors, window, options)
+        elif isinstance(block_mask, BlockMask):
+            size = block_mask.block_size
+            key = fast_path.key_of(function, (*tensors, *block_mask.tensors), window, (*options, size))
+    elif block_mask is inputs.k is inputs.v is inputs.q.score_shift is inputs.q.v_mean is inputs.modifiers is None:
         qkv, descales = inputs.q, inputs.q.descales
         tensors = (qkv.q, qkv.k, qkv.v, *inputs[3:NUM_INPUTS], *descales)
         launched = AttentionInputs._make((*tensors[:NUM_INPUTS], None, descales, None))
@@ -131,7 +132,7 @@ def _call(
     if forward is not None:
         if max_seqlens is not None:
             check_max_seqlens(*max_seqlens)
-        result = forward(launched)
+        result = forward(launched if block_mask is None else with_blocks(launched, block_mask))
     else:
         result = _first_call(inputs, max_seqlens, window, options, key, block_mask)
     return AttentionOutput(*result) if options[_RETURN_LSE] else result[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import UnsupportedError
-from ..problem import Blocks
+from ..problem import AttentionInputs, Blocks, Modifiers
 from ..problem.attention import FULL, WORD
 from .scalars import check_int
 from .tensors import check_tensor, shape_of, short_name
@@ -135,6 +135,11 @@ class BlockMask:
             seen = seen | _listed(mask.full_kv_num_blocks, mask.full_kv_indices, kv_blocks)
         return cls.from_blocks(seen, tuple(mask.BLOCK_SIZE))
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """kinds, key_ranges, query_ranges and bits; None for one that the mask does not have."""
+        return self.kinds, self.key_ranges, self.query_ranges, self.bits
+
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask with its tensors on a device."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -231,6 +236,14 @@ def blocks_of_call(
         if own is not None:
             given[name] = own if other is None else _intersected(name, own, other)
     return Blocks(kinds, mask.block_size, bits), given
+
+
+def with_blocks(inputs: AttentionInputs, mask: BlockMask) -> AttentionInputs:
+    """The checked tensors of a call with those of a mask that `blocks_of_call` takes."""
+    given = {} if inputs.modifiers is None else inputs.modifiers._asdict()
+    given = {name: t for name, t in given.items() if t is not None}
+    blocks, given = blocks_of_call(mask, inputs.q, inputs.k, inputs.cu_seqlens_q, given)
+    return inputs._replace(modifiers=Modifiers(**given), blocks=blocks)
 
 
 def _of_query_heads(

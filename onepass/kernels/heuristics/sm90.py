@@ -172,6 +172,8 @@ def forward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Forwar
         return _adapted(
             FLOAT32_SM90[max(head_dim_tile(d) for d in (problem.head_dim, value_columns(problem)))], problem
         )
+    if _is_of_blocks(problem):
+        return _of_blocks(problem)
     dims = head_dim_tile(problem.head_dim), head_dim_tile(problem.head_dim_v)
     is_causal = problem.mask.window_right is not None or problem.has_intervals
     # only the total length of packed sequences is known here: take their mean
@@ -182,13 +184,36 @@ def forward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Forwar
     # other pairs of head dims: the largest tile that leaves 60 registers besides the accumulators and fits
     for tile_n in (128, 112, 96, 80, 64, 48):
         config = ForwardConfigSm90(tile_n=tile_n, rescale_threshold=LAZY)
-        try:
-            config.check(problem)
-        except UnsupportedError:
-            continue
-        if config.accumulator_registers(problem) <= 180:
+        if _fits(config, problem) and config.accumulator_registers(problem) <= 180:
             return _modified(_adapted(config, problem), problem)
     return _modified(_adapted(replace(config, tile_n=32), problem), problem)
+
+
+def _is_of_blocks(problem: AttentionProblem) -> bool:
+    """Whether a mask is one of blocks, and not of ranges of which blocks were made."""
+    return problem.block_size is not None and not (problem.has_key_ranges or problem.has_query_ranges)
+
+
+def _of_blocks(problem: AttentionProblem) -> ForwardConfigSm90:
+    """The configuration of a block_mask without ranges, whose tiles are blocks of the mask or parts of them.
+
+    A tile of several blocks visits what any of them sees. H200, random blocks, 16k tokens of hidden size 2048, a
+    quarter kept, TFLOP/s of the kept ones (dense: 770 at head_dim 128, 625 at 64):
+
+        blocks of 64: tiles of 64 queries, two thread blocks on a multiprocessor, 583 and 476; one 492 and 343
+            tiles of 128 queries and 64 keys 260 and 140, the tiles of dense attention 139 and 88
+        blocks of 128: tiles of 128 queries and 128 keys 729 and 522, and 64 keys 679 and 476
+    """
+    assert problem.block_size is not None
+    q_block, kv_block = problem.block_size
+    num_warpgroups, most_keys = (2 if size % 128 == 0 else 1 for size in (q_block, kv_block))
+    base = _modified(_adapted(replace(_LAZY, tile_n=64, num_warpgroups=num_warpgroups), problem), problem)
+    base = replace(base, dynamic_tiles=True)
+    choices = [replace(base, tile_n=64 * most_keys, q_stages=2), base]
+    if base.num_warpgroups == 1:
+        two = replace(base, blocks_per_sm=2)
+        choices = [replace(two, num_stages=4), replace(two, num_stages=3), two, base]
+    return next(config for config in choices if _fits(config, problem))
 
 
 # float32 in two float16 halves, by the wider head_dim tile. TFLOP/s at 2048 and 16384 keys (h200-float32.json): 188 and
@@ -246,13 +271,19 @@ def _fp8_config(problem: AttentionProblem, may_transpose: bool = True) -> Forwar
         # enough registers for P V of its own
         config = replace(FP8_OVERLAPPED, dynamic_tiles=config.dynamic_tiles)
     config = _adapted(replace(config, transposes_v=transposes_v, p_codes=not exact_lse), problem)
+    if transposes_v and not _fits(config, problem):
+        return _fp8_config(problem, may_transpose=False)
+    config.check(problem)
+    return config
+
+
+def _fits(config: ForwardConfigSm90, problem: AttentionProblem) -> bool:
+    """Whether a kernel of this configuration computes a problem."""
     try:
         config.check(problem)
     except UnsupportedError:
-        if not transposes_v:
-            raise
-        return _fp8_config(problem, may_transpose=False)
-    return config
+        return False
+    return True
 
 
 def _modified(config: ForwardConfigSm90, problem: AttentionProblem) -> ForwardConfigSm90:
@@ -290,15 +321,19 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     is_dynamic = True
     widest = max(problem.head_dim, problem.head_dim_v)
     in_background = _does_rows_in_background(problem)
-    if widest > 128:
+    # tiles of 64 keys: H200, random blocks, a quarter of 16k kept, TFLOP/s of the kept ones (with tiles of 128 keys):
+    # blocks of 64, head_dim 128 454 (287), 64 343 (176); blocks of 128 426 (589) and 343 (408)
+    has_narrow_blocks = _is_of_blocks(problem) and problem.block_size[1] % 128 != 0
+    if widest > 128 or has_narrow_blocks:
         config = BackwardConfigSm90(by_gradient=True, dynamic_tiles=is_dynamic, background_rows=in_background)
-        if _is_paired(problem):
+        if _is_paired(problem) and not has_narrow_blocks:
             has_room = head_dim_tile(problem.head_dim) == 192 and not problem.deterministic
             config = replace(config, paired=True, background_rows=False, q_stages=3 if has_room else 2)
         config = replace(config, heads_together=_visits_heads_together(problem))
         return _with_turns(config, problem)
     # the slopes of a softcap, and most modifiers, take the registers of the larger tile
-    if widest > 64 or problem.softcap is not None or _takes_registers_in_backward(problem):
+    is_of_lists = problem.has_query_ranges or _is_of_blocks(problem)
+    if widest > 64 or problem.softcap is not None or is_of_lists or _takes_registers_in_backward(problem):
         config = BackwardConfigSm90(q_stages=3, dynamic_tiles=is_dynamic, background_rows=in_background)
     else:
         config = BackwardConfigSm90(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic, background_rows=in_background)
@@ -439,6 +474,7 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
         2048 and 8192 with dropout: head_dim 128 1.01, 1.02 (causal), 1.03, 1.04 (full); 64, with tiles of 64 queries,
             0.95, 0.95 and 0.94, 0.93
         head_dim 96, 2048 to 16384, with K in registers: full 1.08, 1.05, 1.07, 1.06
+        a block_mask of blocks of 128, a quarter of 16384 kept, tiles of 64 queries: head_dim 128 1.02, 64 1.05
         2048 to 16384 with heads_together, head_dim 128, causal: groups of eight 0.92, 0.91, 0.93, 0.95; of four 0.93,
             0.92, 0.92, 0.92
 
@@ -451,6 +487,8 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
     is_grouped, is_full, drops = problem.qhead_per_kvhead > 1, problem.mask.is_full, problem.dropout_p > 0
     if problem.deterministic and is_grouped:
         return False
+    if _is_of_blocks(problem) and not (is_grouped or drops):
+        return True
     if config.tile_m == 128:
         return not (problem.has_seqused_k or problem.has_alibi or drops) and (is_full or not is_grouped)
     widest = max(config.head_dims(problem))
