@@ -56,8 +56,6 @@ class ModifierTensors(NamedTuple):
         numbers, counts, turns: the blocks that tiles visit, as `BlockListsArguments` has them, with the dimensions in
             reverse order.
         term_scale: what brings a term to the unit of scores: scale_log2 of `ScoreFactors`, inverted, times log2(e).
-        bounds: (tiles of keys, 4, kv heads, entries) int32, the query blocks of a backward's tiles: `QueryBlocks`. The
-            tiles of packed sequences are numbered one after the other, see launch/modifiers.py.
         dslopes: (places, heads, batch) float32, what a backward adds gradients of slopes to. Each warp of a tile has a
             place of its own.
         dbias: like bias, float32; or (rows, keys, heads, entries) with rows that are queries, see `Modifiers`.
@@ -80,7 +78,6 @@ class ModifierTensors(NamedTuple):
     numbers: Tensor | None = None
     counts: Tensor | None = None
     turns: Tensor | None = None
-    bounds: Tensor | None = None
     dslopes: Tensor | None = None
     dbias: Tensor | None = None
 
@@ -239,22 +236,6 @@ class PostprocessArguments(NamedTuple):
     window_left: Int | None = None
     window_right: Int | None = None
     modifiers: ModifierTensors | None = None
-
-
-class QueryBoundsArguments(NamedTuple):
-    """The arguments of `QueryBounds`."""
-
-    extremes: Tensor  # (entries, heads, blocks, 4) int32, for what the first launch leaves to the second one
-    bounds: Tensor  # (entries, heads, tiles, 4) int32: `QueryBlocks`
-    modifiers: ModifierTensors  # only ranges, positions and starts
-    seqlen_q: Int  # rows of q and of k, those of all packed sequences together
-    seqlen_k: Int
-    group: Int  # query heads that share bounds
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    seqused_k: Tensor | None = None
-    window_left: Int | None = None
-    window_right: Int | None = None
 
 
 class BlockListsArguments(NamedTuple):

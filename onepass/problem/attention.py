@@ -320,8 +320,13 @@ class AttentionProblem:
 
     @property
     def has_lists(self) -> bool:
-        """Whether the blocks that a kernel's tile visits come from a list."""
+        """Whether the blocks of keys that a kernel's tile visits come from a list."""
         return self.has_query_ranges or self.block_size is not None
+
+    @property
+    def has_backward_lists(self) -> bool:
+        """Whether the blocks of queries that a backward kernel's tile visits come from a list."""
+        return self.has_intervals or self.has_lists
 
     @property
     def adds_terms(self) -> bool:

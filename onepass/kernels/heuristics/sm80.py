@@ -167,7 +167,7 @@ def has_descending_turns(problem: AttentionProblem, tile_m: int, tile_n: int) ->
     than the other order: 36 percent more time instead of 26 (head_dim 64); at 4096 19 instead of 27, and with two steps
     (head_dim 128) 11 instead of 20.
     """
-    if not problem.deterministic or problem.mask.window_right is None:
+    if not problem.deterministic or problem.mask.window_right is None or problem.has_backward_lists:
         return False
     batch = max(1, problem.batch)
     # only the total length of packed sequences is known here: take their mean

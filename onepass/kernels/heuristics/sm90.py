@@ -323,7 +323,7 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     in_background = _does_rows_in_background(problem)
     # tiles of 64 keys: H200, random blocks, a quarter of 16k kept, TFLOP/s of the kept ones (with tiles of 128 keys):
     # blocks of 64, head_dim 128 454 (287), 64 343 (176); blocks of 128 426 (589) and 343 (408)
-    has_narrow_blocks = _is_of_blocks(problem) and problem.block_size[1] % 128 != 0
+    has_narrow_blocks = _is_of_blocks(problem) and (problem.block_size or (0, 0))[1] % 128 != 0
     if widest > 128 or has_narrow_blocks:
         config = BackwardConfigSm90(by_gradient=True, dynamic_tiles=is_dynamic, background_rows=in_background)
         if _is_paired(problem) and not has_narrow_blocks:
@@ -338,7 +338,7 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     else:
         config = BackwardConfigSm90(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic, background_rows=in_background)
     config = replace(config, overlap_gradients=_overlaps_gradients(problem, config))
-    if not problem.has_lists and _has_short_sequences(problem, config, is_growing):
+    if not problem.has_backward_lists and _has_short_sequences(problem, config, is_growing):
         return replace(config, private_dq=True, dynamic_tiles=False)
     config = replace(config, heads_together=_visits_heads_together(problem))
     return _with_turns(config, problem)
@@ -347,10 +347,10 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
 def _with_turns(config: BackwardConfigSm90, problem: AttentionProblem) -> BackwardConfigSm90:
     """The configuration with the order of turns of deterministic gradients.
 
-    Without rings and an ascending end (windows, packed sequences, groups, ranges, positions, left padding) the order is
-    that of the Ampere kernels. Turns of tiles that have lists ascend.
+    Without rings and an ascending end (windows, packed sequences, groups) the order is that of the Ampere kernels.
+    Turns of tiles that have lists ascend.
     """
-    if not problem.deterministic or problem.has_lists:
+    if not problem.deterministic or problem.has_backward_lists:
         return config
     if (lag := _ring_lag(config, problem)) > 0:
         return replace(config, ring_lag=lag, dynamic_tiles=False)

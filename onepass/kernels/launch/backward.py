@@ -14,10 +14,10 @@ from ...geometry import tile_scheduler
 from ...geometry.integers import ceil_div
 from ...problem import AttentionInputs, AttentionProblem
 from ...problem.outputs import empty_gradients
-from ..arguments import PostprocessArguments, PreprocessArguments, SinkGradientsArguments
+from ..arguments import ModifierTensors, PostprocessArguments, PreprocessArguments, SinkGradientsArguments
 from ..compiler.compile import CompileRequest
 from ..config import BackwardConfigSm80, BackwardConfigSm90
-from . import modifiers, query_bounds
+from . import modifiers
 from .arguments import (
     aligned,
     element_type,
@@ -76,8 +76,7 @@ class BackwardLaunch:
     main: Callable
     postprocess: Callable | None
     sink_gradients: Callable | None  # with sinks
-    query_bounds: Callable | None  # with intervals
-    block_lists: Callable | None  # with lists
+    block_lists: Callable[..., ModifierTensors] | None
     blocks_per_head: int
     heads_per_section: int
 
@@ -182,15 +181,11 @@ class BackwardLaunch:
         if problem.has_modifiers:
             assert inputs.modifiers is not None
             terms = modifiers.gradients_of_terms(problem, config, inputs)
-            given, bounds = modifiers.arguments_of(problem, inputs.modifiers, inputs.blocks), None
+            given = modifiers.arguments_of(problem, inputs.modifiers, inputs.blocks)
             assert given is not None
-            if self.query_bounds is not None:
-                lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
-                window = self.numbers["window_left"], self.numbers["window_right"]
-                bounds = query_bounds.launch(self.query_bounds, problem, config, given, window, *lengths)
             if self.block_lists is not None:
                 given = self.block_lists(given, inputs)
-            sources["modifiers"] = modifiers.backward_arguments(problem, given, bounds, terms)
+            sources["modifiers"] = modifiers.backward_arguments(problem, given, terms)
         shared: dict[str, Any] = {
             "dq_accum": dq_accum,
             "cu_seqlens_q": cu_seqlens_q,

@@ -20,8 +20,8 @@ from ..config import BackwardConfigSm80
 from ..heuristics import sm80 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
+from . import block_lists, modifiers
 from . import forward_sm80 as launch
-from . import modifiers, query_bounds
 from .arguments import element_type, fake_integers, shared_stand_ins, traced
 from .backward import BackwardLaunch, counts, request_of_sinks, requests_of_rows, without_keys
 
@@ -78,10 +78,11 @@ def launch_of(problem: AttentionProblem, has_dlse: bool, config: BackwardConfigS
     config.check(problem, arch)
     kernels = {r.name: compile.get(*r) for r in compile_requests(problem, has_dlse, config, arch)}
     before, main, after = (kernels[f"backward_{name}"] for name in ("preprocess", "sm80", "postprocess"))
-    sinks, bounds = kernels.get("backward_sinks"), kernels.get("backward_bounds")
+    sinks = kernels.get("backward_sinks")
+    lists = block_lists.prepared(problem, (config.tile_m, config.tile_n), True, arch)
     blocks_per_head, num_tiles = counts(problem, config)
     section = heads_per_section(problem, config)
-    return Launch(problem, config, before, main, after, sinks, bounds, None, blocks_per_head, section, num_tiles)
+    return Launch(problem, config, before, main, after, sinks, lists, blocks_per_head, section, num_tiles)
 
 
 def compile_requests(
@@ -99,7 +100,8 @@ def compile_requests(
         "backward_sm80", (problem.static(), config), arch, functools.partial(trace, problem, config, arch)
     )
     preprocess, postprocess = requests_of_rows(problem, config, arch, has_dlse)
-    return [preprocess, *query_bounds.compile_requests(problem, config, arch), main, postprocess, *sinks]
+    lists = block_lists.compile_requests(problem, (config.tile_m, config.tile_n), True, arch)
+    return [preprocess, *lists, main, postprocess, *sinks]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ..config import PROGRESS_HEADER, BackwardConfigSm90
 from ..heuristics import sm90 as heuristics
 from ..heuristics import tuned
 from . import backward as backward_launch
-from . import block_lists, modifiers, query_bounds
+from . import block_lists, modifiers
 from .arguments import element_type, fake_integers, fake_tensor, shared_stand_ins, traced
 from .backward import (
     BackwardLaunch,
@@ -79,14 +79,11 @@ def prepare(
     num_clusters = min(shares, num_sms // config.tile_blocks)
     section = heads_per_section(problem, config, num_clusters)
     kernels = {request.name: compile.get(*request) for request in compile_requests(problem, has_dlse, config)}
-    before, after, sinks, bounds = (
-        kernels.get(name)
-        for name in ("backward_preprocess", "backward_postprocess", "backward_sinks", "backward_bounds")
-    )
+    before, after, sinks = (kernels.get(f"backward_{name}") for name in ("preprocess", "postprocess", "sinks"))
     lists = block_lists.prepared(problem, (config.tile_m, config.tile_n), True, ARCH)
     main = kernels["backward"]
     num_ctas = num_clusters * config.tile_blocks
-    return Launch(problem, config, before, main, after, sinks, bounds, lists, blocks_per_head, section, num_ctas)
+    return Launch(problem, config, before, main, after, sinks, lists, blocks_per_head, section, num_ctas)
 
 
 def compile_requests(
@@ -99,9 +96,8 @@ def compile_requests(
     key = (problem.static(), config, has_dlse and config.rows_in_background(problem))
     main = CompileRequest("backward", key, arch, functools.partial(trace, problem, config, has_dlse))
     rows = requests_of_rows(problem, config, arch, has_dlse)
-    before = [*rows[:1], *query_bounds.compile_requests(problem, config, arch)]
-    before += block_lists.compile_requests(problem, (config.tile_m, config.tile_n), True, arch)
-    return [*before, main, *rows[1:], *sinks]
+    lists = block_lists.compile_requests(problem, (config.tile_m, config.tile_n), True, arch)
+    return [*rows[:1], *lists, main, *rows[1:], *sinks]
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,15 @@ def kernel_of(problem: AttentionProblem, tile: tuple[int, int], of_keys: bool) -
     )
 
 
+def _are_needed(problem: AttentionProblem, of_keys: bool) -> bool:
+    return problem.has_backward_lists if of_keys else problem.has_lists
+
+
 def prepared(
     problem: AttentionProblem, tile: tuple[int, int], of_keys: bool, arch: str
 ) -> Callable[[ModifierTensors, AttentionInputs], ModifierTensors] | None:
     """`with_lists` for calls of one problem; None if they have none."""
-    if not problem.has_lists:
+    if not _are_needed(problem, of_keys):
         return None
     (request,) = compile_requests(problem, tile, of_keys, arch)
     return functools.partial(with_lists, compile.get(*request), kernel_of(problem, tile, of_keys), problem)
@@ -138,7 +142,7 @@ def compile_requests(
     problem: AttentionProblem, tile: tuple[int, int], of_keys: bool, arch: str
 ) -> list[CompileRequest]:
     """The request for the kernel of a call's lists, if it needs any."""
-    if not problem.has_lists:
+    if not _are_needed(problem, of_keys):
         return []
     kernel = kernel_of(problem, tile, of_keys)
     pairs = tuple(zip(kernel._fields, kernel, strict=True))

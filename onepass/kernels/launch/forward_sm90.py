@@ -135,7 +135,7 @@ def compile_request(
     return CompileRequest("forward", (static, config), arch, functools.partial(trace, problem, config))
 
 
-def helper_requests(problem: AttentionProblem, config: ForwardConfigSm90) -> list[CompileRequest]:
+def helper_requests(problem: AttentionProblem, config: Any) -> list[CompileRequest]:
     """The requests for the kernels that a call runs before the forward."""
     halves = float32_halves.compile_requests(problem) if problem.dtype == torch.float32 else []
     return halves + block_lists.compile_requests(problem, (config.tile_m, config.tile_n), False, ARCH)

@@ -120,15 +120,8 @@ def gradients_of_terms(problem: AttentionProblem, config: BackwardConfig, inputs
     return TermGradients(slopes, bias)
 
 
-def backward_arguments(
-    problem: AttentionProblem, given: ModifierTensors, bounds: Tensor | None, terms: TermGradients
-) -> ModifierTensors:
-    """The modifiers of a call as a backward kernel gets them.
-
-    Args:
-        given: what `arguments_of` returns.
-        bounds: with intervals, what `query_bounds.launch` returns.
-    """
+def backward_arguments(problem: AttentionProblem, given: ModifierTensors, terms: TermGradients) -> ModifierTensors:
+    """The modifiers of a call as a backward kernel gets them. Args: given: those of `arguments_of`, with lists."""
     slopes, bias = terms
     if slopes is not None:
         slopes = slopes.permute(2, 1, 0)
@@ -136,7 +129,7 @@ def backward_arguments(
         bias = (bias[None] if problem.is_packed else bias).permute(2, 3, 1, 0)
     elif bias is not None:
         bias = expanded_bias(problem, bias)
-    return ModifierTensors(*given[:-3], bounds, slopes, bias)
+    return given._replace(dslopes=slopes, dbias=bias)
 
 
 def finished(
@@ -197,7 +190,7 @@ def fake_arguments(problem: AttentionProblem, is_backward: bool = False) -> Modi
         found |= {"first_head": Int32(1), "all_heads": Int32(1)}
     if problem.adds_terms:
         found["term_scale"] = Float32(1.0)
-    if problem.has_lists:
+    if problem.has_backward_lists if is_backward else problem.has_lists:
         found |= {name: strided_tensor(Int32, 4) for name in ("numbers", "counts")}
         if is_backward and problem.deterministic:
             found["turns"] = strided_tensor(Int32, 4)
@@ -207,8 +200,6 @@ def fake_arguments(problem: AttentionProblem, is_backward: bool = False) -> Modi
         found["kinds"] = strided_tensor(Int8, 4)
     if problem.has_block_bits:
         found["bits"] = strided_tensor(Int32, 4)
-    if is_backward and problem.has_intervals and not problem.has_lists:
-        found["bounds"] = strided_tensor(Int32, 4)
     if is_backward and problem.has_alibi and not problem.constant_slopes:
         found["dslopes"] = strided_tensor(Float32, 3)
     if is_backward and problem.has_bias and not problem.constant_bias:

@@ -69,8 +69,7 @@ class KeyTiles:
     ring_lag: int = 0  # tiles add in rings, see `block_range.turn_in_ring`; 0: in one of the orders above
     heads_together: bool = False  # see BackwardConfigSm90
     cluster_size: int = 1  # thread blocks that take a tile together
-    has_intervals: bool = False  # the query blocks of a tile are in `ModifierTensors.bounds`
-    has_lists: bool = False  # or in lists, see launch/block_lists.py: a block's number is then its place in one
+    has_lists: bool = False  # of the query blocks of a tile: a block's number is then its place in one
     lists: ModifierTensors | None = None  # set while the kernel is traced
     vector_bytes: int = VECTOR_BYTES  # of loads of rows for what is computed again
 
@@ -98,7 +97,6 @@ class KeyTiles:
             num_blocks = cute.ceil_div(rows_k, self.tile_n)
             first_m_block = origin_q // self.tile_m + sequence
             entry = minimum(sequence, schedule.batch - 1)
-            first_tile = origin_k // self.tile_n + sequence
         else:
             order = schedule.divisors, schedule.tiles_of_head, schedule.batch
             if cutlass.const_expr(self.has_ascending_end):
@@ -118,10 +116,6 @@ class KeyTiles:
             number, list_entry = self.list_of(n_block, origin_k, sequence)
             full, last = (counts[i, number, head, list_entry] for i in range(2))
             blocks = QueryBlocks(Int32(0), Int32(0), full, last)
-        elif cutlass.const_expr(self.has_intervals):
-            bounds = seqlens.modifiers.tensors.bounds
-            coordinate = (first_tile + n_block, 0) if cutlass.const_expr(self.is_packed) else (n_block, origin_q)
-            blocks = [bounds[coordinate[0], i, head, coordinate[1]] for i in range(4)]
         else:
             blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
         place, ring = None, None

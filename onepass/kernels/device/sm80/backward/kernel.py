@@ -79,7 +79,7 @@ class BackwardSm80(KeyTiles):
         # Tiles may hold hidden pairs, whose terms of the gradients may be NaN; and the low limb of a float32 infinity
         # is NaN.
         self.may_recompute = problem.hides_pairs or problem.has_seqused_k or dtype is Float32
-        self.has_intervals = problem.has_intervals
+        self.has_lists = problem.has_backward_lists
         if dtype is Float32:
             module, self.gemms = backward_gemms_float32, backward_gemms_float32.BackwardGemmsFloat32
         else:
@@ -150,6 +150,7 @@ class BackwardSm80(KeyTiles):
         if cutlass.const_expr(self.adds_in_turns):
             number = self.draw_number(smem, accumulator, thread)
         seqlens = scores.sequences(tensors.q.shape[0], tensors.k.shape[0], lengths, self.adds_in_turns)
+        self.lists = seqlens.modifiers.tensors if self.has_lists else None
         if cutlass.const_expr(self.is_packed):
             schedule = self.schedule_of_keys(schedule, lengths, seqlens.seqlen_k, seqlens.seqlen_q)
             # the grid was made for the worst case
@@ -216,11 +217,12 @@ class BackwardSm80(KeyTiles):
     ):
         """Load Q, dO, lse and delta of a query block as one group."""
         _, _, load_q, load_do = loaders
+        block = self.query_block(tile, m_block)
         for loader, t in ((load_q, tensors.q), (load_do, tensors.dout)):
             m = self.at_head(t, t, head, tile.origin_q)
-            loader.load(m, m_block * self.tile_m, tile.geometry.seqlen_q, buffer)
+            loader.load(m, block * self.tile_m, tile.geometry.seqlen_q, buffer)
         thread, count = cute.arch.thread_idx()[0], STAT_ROWS * self.tile_m // STATS_VECTOR
-        number = self.m_block_number(warps.accumulator, tile, head, m_block)
+        number = self.m_block_number(warps.accumulator, tile, head, block)
         source = cute.flat_divide(warps.accumulator.stats[number, None], (STATS_VECTOR,))
         target = cute.flat_divide(warps.buffers.stats[None, buffer], (STATS_VECTOR,))
         atom = cute.make_copy_atom(

@@ -191,7 +191,7 @@ class BackwardWarps(Untraced):
 
     def dq_share(self, tile: KeyTile, head: Int32, m_block: Int32) -> Int32:
         """The number of this warp's share of a block of dQ among the turns."""
-        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        number = self.kernel.m_block_number(self.accumulator, tile, head, self.kernel.query_block(tile, m_block))
         return number * self.config.num_warps + self.warp_id
 
     @cute.jit
@@ -203,7 +203,7 @@ class BackwardWarps(Untraced):
         """
         row_warps, column_blocks = self.config.dq_query_warps, self.kernel.head_dim // 8
         column_warps, together = self.config.num_warps // row_warps, self.gemms.dq_together // 8
-        number = self.kernel.m_block_number(self.accumulator, tile, head, m_block)
+        number = self.kernel.m_block_number(self.accumulator, tile, head, self.kernel.query_block(tile, m_block))
         first_block = self.warp_id % row_warps * column_blocks + self.warp_id // row_warps * together
         lane_offset = self.lane * 4 if cutlass.const_expr(self.config.vector_adds) else self.lane
         start = self.accumulator.dq.iterator + (

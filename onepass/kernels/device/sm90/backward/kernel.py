@@ -128,8 +128,7 @@ class BackwardSm90(KeyTiles):
         self.is_paired, self.cluster_size, self.ds_buffers = config.paired, config.tile_blocks, config.ds_buffers
         mask = Mask() if problem.has_intervals else problem.mask
         self.has_window = mask.window_left is not None, mask.window_right is not None
-        self.has_intervals, self.has_lists = problem.has_intervals, problem.has_lists
-        self.block_size = problem.block_size
+        self.has_lists, self.block_size = problem.has_backward_lists, problem.block_size
         self.is_deterministic = problem.deterministic
         # tiles may hold hidden pairs, which may bring NaN to gradients
         self.hides_pairs = problem.hides_pairs or problem.has_seqused_k
