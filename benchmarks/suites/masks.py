@@ -338,17 +338,18 @@ def milliseconds(make: Callable[[], Any]) -> float:
     return round(host_us(run, 1, samples=3, clock=time.perf_counter) / 1e3, 4)
 
 
-def lists_ms(case: MaskCase, arguments: dict[str, Any]) -> float:
-    """Milliseconds in which a call of onepass makes the lists of blocks that its tiles visit."""
+def lists_ms(case: MaskCase, arguments: dict[str, Any]) -> float | None:
+    """Milliseconds in which a call of onepass makes the lists of blocks that its tiles visit; None: it makes none."""
     from onepass.kernels.heuristics import tuned
-    from onepass.kernels.launch import block_lists
+    from onepass.kernels.launch import block_lists, modifiers
     from onepass.kernels.launch.forward_sm90 import ARCH
     from onepass.validation.attention import check_attention
 
     inputs, problem = check_attention(**arguments, deterministic=False)
     config: Any = tuned.choose("fwd" if case.direction == "fwd" else "bwd", "sm90", problem, ARCH)
-    make = block_lists.of_queries if case.direction == "fwd" else block_lists.of_keys
-    return milliseconds(lambda: make(problem, inputs, (config.tile_m, config.tile_n)))
+    make = block_lists.prepared(problem, (config.tile_m, config.tile_n), case.direction == "bwd", ARCH)
+    given = modifiers.arguments_of(problem, inputs.modifiers, inputs.blocks)
+    return None if make is None or given is None else milliseconds(lambda: make(given, inputs))
 
 
 def pass_of(case: MaskCase, attend: Callable[[], Tensor], t: Tensors) -> Callable[[], tuple[Tensor, ...]]:
@@ -377,8 +378,9 @@ def prepare(case: MaskCase, contender: Contender, t: Tensors) -> Prepared:
     told = {"first_s": round(time.perf_counter() - started, 2)}
     call()  # a contender whose backward runs only once is refused here
     told["making_ms"] = milliseconds(lambda: contender.make(case, t))
-    if isinstance(made, dict) and ("block_mask" in made or "query_ranges" in made):
-        told["lists_ms"] = lists_ms(case, arguments_of(t, made))
+    if isinstance(made, dict) and not made.keys().isdisjoint(("block_mask", "query_ranges", "key_ranges")):
+        found = lists_ms(case, arguments_of(t, made))
+        told |= {} if found is None else {"lists_ms": found}
     return Prepared(call, results, told)
 
 

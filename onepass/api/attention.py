@@ -120,8 +120,8 @@ def _call(
         if block_mask is None:
             key = fast_path.key_of(function, tensors, window, options)
         elif isinstance(block_mask, BlockMask):
-            size = block_mask.block_size
-            key = fast_path.key_of(function, (*tensors, *block_mask.tensors), window, (*options, size))
+            kind = block_mask.block_size, block_mask.is_of_ranges
+            key = fast_path.key_of(function, (*tensors, *block_mask.tensors), window, (*options, *kind))
     elif block_mask is inputs.k is inputs.v is inputs.q.score_shift is inputs.q.v_mean is inputs.modifiers is None:
         qkv, descales = inputs.q, inputs.q.descales
         tensors = (qkv.q, qkv.k, qkv.v, *inputs[3:NUM_INPUTS], *descales)

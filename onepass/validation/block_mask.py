@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class BlockMask:
         bits: (batch or 1, num_heads_q, num_heads_kv or 1, seqlen_q, ceil(seqlen_k / 32)) int32, of which only partial
             blocks are read: bit j % 32 of word j // 32 says whether a query sees key j. Packed sequences count queries
             and keys as for kinds. None: they hide nothing.
+        is_of_ranges: whether `from_ranges` has made kinds, which then say nothing that the ranges do not say.
 
     Raises: TypeError or ValueError with what was expected and given.
     """
@@ -49,6 +50,7 @@ class BlockMask:
     key_ranges: Tensor | None = None
     query_ranges: Tensor | None = None
     bits: Tensor | None = None
+    is_of_ranges: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check("kinds", self.kinds, torch.int8, "q_blocks, kv_blocks")
@@ -104,7 +106,9 @@ class BlockMask:
         if not found:
             raise TypeError("key_ranges: expected an int32 torch.Tensor where query_ranges is None, got None")
         some, every = (torch.stack(torch.broadcast_tensors(*each)).all(0) for each in zip(*found, strict=True))
-        return cls(some.to(torch.int8) + every.to(torch.int8), block_size, key_ranges, query_ranges)
+        mask = cls(some.to(torch.int8) + every.to(torch.int8), block_size, key_ranges, query_ranges)
+        object.__setattr__(mask, "is_of_ranges", True)
+        return mask
 
     @classmethod
     def from_dense(cls, mask: Tensor, block_size: BlockSize = (128, 128)) -> BlockMask:
@@ -142,9 +146,11 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask with its tensors on a device."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
         moved: dict[str, Any] = {name: t.to(device) for name, t in given.items() if isinstance(t, Tensor)}
-        return replace(self, **moved)
+        mask = replace(self, **moved)
+        object.__setattr__(mask, "is_of_ranges", self.is_of_ranges)
+        return mask
 
 
 def kinds_of(visible: Tensor, size: BlockSize) -> Tensor:
@@ -217,8 +223,11 @@ def _coverage(ranges: Tensor, rows_of_block: int, columns_of_block: int, num_col
 
 def blocks_of_call(
     mask: Any, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, given: dict[str, Any]
-) -> tuple[Blocks, dict[str, Any]]:
+) -> tuple[Blocks | None, dict[str, Any]]:
     """The blocks of a call whose other tensors are checked, for the heads of q, and its modifiers with their ranges.
+
+    On a GPU a mask that was made of ranges has no blocks: kernels make their own lists of ranges, and would look at
+    kinds for nothing.
 
     Args: given: the modifiers of the call, those with the mask's ranges not yet checked.
     """
@@ -235,7 +244,8 @@ def blocks_of_call(
         own, other = getattr(mask, name), given.get(name)
         if own is not None:
             given[name] = own if other is None else _intersected(name, own, other)
-    return Blocks(kinds, mask.block_size, bits), given
+    blocks = None if mask.is_of_ranges and q.is_cuda else Blocks(kinds, mask.block_size, bits)
+    return blocks, given
 
 
 def with_blocks(inputs: AttentionInputs, mask: BlockMask) -> AttentionInputs:
