@@ -332,8 +332,7 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
         config = replace(config, heads_together=_visits_heads_together(problem))
         return _with_turns(config, problem)
     # the slopes of a softcap, and most modifiers, take the registers of the larger tile
-    is_of_lists = problem.has_query_ranges or _is_of_blocks(problem)
-    if widest > 64 or problem.softcap is not None or is_of_lists or _takes_registers_in_backward(problem):
+    if widest > 64 or problem.softcap is not None or _takes_registers_in_backward(problem):
         config = BackwardConfigSm90(q_stages=3, dynamic_tiles=is_dynamic, background_rows=in_background)
     else:
         config = BackwardConfigSm90(tile_m=128, q_stages=3, dynamic_tiles=is_dynamic, background_rows=in_background)
@@ -422,7 +421,7 @@ def _takes_registers_in_backward(problem: AttentionProblem) -> bool:
     is_grouped = problem.qhead_per_kvhead > 1
     single = problem.has_alibi, problem.dropout_p > 0
     few = *single, problem.has_seqstart_k, problem.has_key_ranges, problem.has_q_positions
-    return problem.has_bias or (is_grouped and any(single)) or sum(few) > 1
+    return problem.has_bias or problem.has_block_bits or (is_grouped and any(single)) or sum(few) > 1
 
 
 def _is_paired(problem: AttentionProblem) -> bool:
@@ -474,21 +473,17 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
         2048 and 8192 with dropout: head_dim 128 1.01, 1.02 (causal), 1.03, 1.04 (full); 64, with tiles of 64 queries,
             0.95, 0.95 and 0.94, 0.93
         head_dim 96, 2048 to 16384, with K in registers: full 1.08, 1.05, 1.07, 1.06
-        a block_mask of blocks of 128, a quarter of 16384 kept, tiles of 64 queries: head_dim 128 1.02, 64 1.05
         2048 to 16384 with heads_together, head_dim 128, causal: groups of eight 0.92, 0.91, 0.93, 0.95; of four 0.93,
             0.92, 0.92, 0.92
 
-    Ranges, positions, left padding and ALiBi spill values at head_dim 64, where K takes 32 registers, and so do groups
-    of heads under a mask at 64 and 128.
+    Lists of blocks and ALiBi spill values at head_dim 64, where K takes 32 registers, or make ptxas serialize all GEMMs,
+    and so do groups of heads under a mask at 64 and 128.
     """
-    has_bounds = problem.has_seqstart_k or problem.has_key_ranges or problem.has_q_positions
-    if problem.softcap is not None or has_bounds:
+    if problem.softcap is not None or problem.has_backward_lists:
         return False
     is_grouped, is_full, drops = problem.qhead_per_kvhead > 1, problem.mask.is_full, problem.dropout_p > 0
     if problem.deterministic and is_grouped:
         return False
-    if _is_of_blocks(problem) and not (is_grouped or drops):
-        return True
     if config.tile_m == 128:
         return not (problem.has_seqused_k or problem.has_alibi or drops) and (is_full or not is_grouped)
     widest = max(config.head_dims(problem))
