@@ -232,7 +232,13 @@ AREAS = (
         (
             Group(
                 ("onepass/cpu/*.py",),
-                ("tests/cpu/test_regions.py", "tests/cpu/test_masks.py", "tests/cpu/test_cpu_backend.py", *MODIFIED),
+                (
+                    "tests/cpu/test_regions.py",
+                    "tests/cpu/test_masks.py",
+                    "tests/cpu/test_kept_blocks.py",
+                    "tests/cpu/test_cpu_backend.py",
+                    *MODIFIED,
+                ),
             ),
         ),
     ),
