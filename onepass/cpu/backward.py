@@ -20,6 +20,7 @@ from ..problem.outputs import empty_gradients, in_order_of
 from ..tiled.scratch import Scratch
 from ..tiled.sequences import head_groups, sequences
 from . import operators
+from .blocks import KeptBlocks, gathered, gathers
 from .masks import RowMasks, groups, masks_of_whole, needs_masks
 from .regions import Region, chunks, regions
 
@@ -44,7 +45,8 @@ def gradients(
     )
     can_run = dlse is None and has_constants and operators.are_exact(problem) and not problem.is_empty
     if can_run and (problem.dtype.itemsize > 2 or problem.head_dim >= operators.MIN_HEAD_DIM_16BIT):
-        compute = _by_masks if needs_masks(problem) else _by_operators
+        by_masks = _by_blocks if gathers(problem) else _by_masks
+        compute = by_masks if needs_masks(problem) else _by_operators
         results = compute(problem, inputs, out, lse, dout)
         if results is not None:
             return *results, tiled.gradient_of_sinks(problem, inputs, out, lse, dout), None, None
@@ -125,6 +127,36 @@ def _by_masks(
                     for total, result in zip((sum_dq, sum_dk, sum_dv), results, strict=True):
                         total.add_(result.view_as(total))
     dq, dk, dv = (g if g is t else g.copy_(t) for g, t in zip(gradients, sums, strict=True))
+    return (dq, dk, dv) if operators.is_finite(dq, dk, dv) else None
+
+
+def _by_blocks(
+    problem: AttentionProblem, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`_by_operators` with a block_mask that says alone what is seen."""
+    accum, is_16bit = problem.accum_dtype, problem.dtype.itemsize == 2
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # as in `_by_masks`
+    dq, dk, dv = (t.zero_() for t in empty_gradients(inputs)[:3])
+    for piece in sequences(problem, inputs):
+        rows = [piece.rows(t) for t in (dout, inputs.q, out, dq)]
+        cols = [piece.cols(t) for t in (inputs.k, inputs.v, dk, dv)]
+        if 0 in rows[0].shape or 0 in cols[0].shape:
+            continue
+        blocks = KeptBlocks(problem, inputs, piece)
+        item_dout, q, item_out = (blocks.items(t) for t in rows[:3])
+        item_lse = blocks.items(piece.stats(lse).transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
+        k, v = (blocks.blocks_of_keys(t) for t in cols[:2])
+        sum_dq, sum_dk, sum_dv = (torch.zeros_like(t, dtype=accum) for t in (q, k, v))
+        for items, keys, mask in blocks.batches(CHUNK if is_16bit else None):
+            of_keys = gathered(k, keys), gathered(v, keys)
+            operands = item_dout[items], q[items], *of_keys, item_out[items], item_lse[items]
+            results = operators.backward(*operands, problem.softmax_scale, False, mask)
+            sum_dq.index_add_(0, items, results[0].to(accum))
+            for total, result in zip((sum_dk, sum_dv), results[1:], strict=True):
+                total.index_add_(0, keys.flatten(), result.reshape(-1, *total.shape[1:]).to(accum))
+        rows[3].copy_(blocks.rows(sum_dq))
+        cols[2].copy_(blocks.keys(sum_dk))
+        cols[3].copy_(blocks.keys(sum_dv))
     return (dq, dk, dv) if operators.is_finite(dq, dk, dv) else None
 
 

@@ -13,6 +13,7 @@ from ..tiled.merge import merge_in_torch
 from ..tiled.scratch import Scratch
 from ..tiled.sequences import merged, sequences
 from . import operators
+from .blocks import KeptBlocks, gathered, gathers
 from .masks import RowMasks, groups, masks_of_whole, needs_masks
 from .regions import Region, regions
 
@@ -38,7 +39,8 @@ def by_operators(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Te
         bias = None if inputs.modifiers is None else inputs.modifiers.bias
         # a bias of one column has no effect, and its gradient is nothing but the errors of out
         is_exact = problem.head_dim >= operators.MIN_HEAD_DIM_16BIT and (bias is None or bias.shape[-1] > 1)
-        return _by_masks(problem, inputs) if is_exact or problem.dtype.itemsize > 2 else None
+        compute = _by_blocks if gathers(problem) else _by_masks
+        return compute(problem, inputs) if is_exact or problem.dtype.itemsize > 2 else None
     if not (problem.is_packed or problem.has_seqused_k or problem.has_seqstart_k):
         found = regions(problem.mask, problem.seqlen_q, problem.seqlen_k)
         if len(found) == 1 and found[0].covers(problem.seqlen_q, problem.seqlen_k) and not problem.is_empty:
@@ -100,6 +102,28 @@ def _by_masks(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tenso
                 block_out, block_lse = _with_sinks(*results, group_sinks)
                 out_rows[:, block].copy_(block_out.view_as(out_rows[:, block]))
                 lse_rows[..., block].copy_(block_lse.view_as(lse_rows[..., block]))
+    return out, lse
+
+
+def _by_blocks(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
+    """`by_operators` with a block_mask that says alone what is seen."""
+    out, lse = without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
+    for piece in sequences(problem, inputs):
+        rows, cols = [piece.rows(t) for t in (inputs.q, out)], [piece.cols(t) for t in (inputs.k, inputs.v)]
+        if 0 in rows[0].shape or 0 in cols[0].shape:
+            continue
+        blocks = KeptBlocks(problem, inputs, piece)
+        q, (k, v) = blocks.items(rows[0]), (blocks.blocks_of_keys(t) for t in cols)
+        all_out, all_lse = torch.zeros_like(q), lse.new_full((*q.shape[:3], 1), -torch.inf)
+        for items, keys, mask in blocks.batches():
+            results = _attention(problem, q[items], gathered(k, keys), gathered(v, keys), False, mask)
+            if results is None:
+                return None
+            all_out[items], all_lse[items] = results[0], results[1].transpose(1, 2)[..., None]
+        stats = blocks.rows(all_lse)[..., 0].transpose(1, 2)
+        piece_out, piece_lse = _with_sinks(blocks.rows(all_out), stats, inputs.sinks)
+        rows[1].copy_(piece_out)
+        piece.stats(lse).copy_(piece_lse)
     return out, lse
 
 

@@ -43,7 +43,6 @@ def unsupported(problem: AttentionProblem) -> str | None:
         "expected no FP8": problem.quantization is not None or problem.has_e4m3_cache,
         "expected no softcap": problem.softcap is not None,
         "expected no dropout_p": problem.dropout_p > 0,
-        "expected no block_mask": problem.block_size is not None,
         "expected head_dim_v = head_dim": problem.head_dim != problem.head_dim_v,
         "expected results in the dtype of q, k and v": problem.float32_out or problem.float32_dkv,
     }

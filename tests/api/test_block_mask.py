@@ -425,7 +425,6 @@ DENSE = BlockMask.from_dense(torch.ones(1, 1, 100, 100, dtype=torch.bool), (64, 
             "key_ranges: expected a torch.Tensor",
         ),
         ({"block_mask": MASK, "precision": "fp8"}, UnsupportedError, "block_mask: expected None with precision='fp8'"),
-        ({"block_mask": MASK, "backend": "cpu"}, UnsupportedError, "cpu: expected no block_mask"),
     ],
 )
 def test_refusals(options, error, message):

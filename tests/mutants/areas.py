@@ -125,7 +125,10 @@ AREAS = (
             Group(("onepass/ops/schema.py",), ("tests/api/test_ops.py", "tests/api/test_modified_ops.py")),
             Group(("onepass/geometry/visible_pairs.py",), ("tests/api/test_flop_counter.py",)),
             Group(("onepass/masks.py",), ("tests/api/test_mask_functions.py",)),
-            Group(("onepass/validation/block_mask.py",), ("tests/api/test_block_mask.py",)),
+            Group(
+                ("onepass/validation/block_mask.py",),
+                ("tests/api/test_block_mask.py", "tests/api/test_block_sparsity.py"),
+            ),
             Group(("onepass/geometry/philox.py",), ("tests/geometry/test_philox.py",)),
             Group(("onepass/geometry/rotary.py",), ("tests/compat/test_rotary.py", "tests/tiled/test_decode.py")),
             Group(
@@ -229,7 +232,13 @@ AREAS = (
         (
             Group(
                 ("onepass/cpu/*.py",),
-                ("tests/cpu/test_regions.py", "tests/cpu/test_masks.py", "tests/cpu/test_cpu_backend.py", *MODIFIED),
+                (
+                    "tests/cpu/test_regions.py",
+                    "tests/cpu/test_masks.py",
+                    "tests/cpu/test_kept_blocks.py",
+                    "tests/cpu/test_cpu_backend.py",
+                    *MODIFIED,
+                ),
             ),
         ),
     ),
