@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 
+_RANGES = "_onepass_ranges"  # an attribute of masks
+
 
 class Pattern(NamedTuple):
     """The keys that each query of a call sees: those that all fields leave."""
@@ -446,12 +448,38 @@ def _blocks(found: _Found, call: _Call) -> _Bounds:
 
 def _without_holes(whole: Tensor) -> Pattern:
     """A whole mask, (batch, 1, q_length, kv_length), as ranges of keys where these are neighbors. One flag is read."""
+    bounds = _bounds_of(whole)
+    return Pattern(whole=whole) if bounds is None else _with_bounds(Pattern(), *bounds)
+
+
+def _bounds_of(whole: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The keys that each query sees, start and end, (batch, q_length) each; None where they are not neighbors."""
     if 0 in whole.shape or whole.shape[1] != 1:
-        return Pattern(whole=whole)
+        return None
     seen = whole[:, 0]
     low = seen.view(torch.uint8).argmax(-1)
     is_simple = (seen[..., 1:] & ~seen[..., :-1]).sum(-1) + seen[..., 0] <= 1
-    return _with_bounds(Pattern(), low, low + seen.sum(-1)) if is_simple.all() else Pattern(whole=whole)
+    return (low, low + seen.sum(-1)) if is_simple.all() else None
+
+
+def whole_mask(mask: Tensor, q: Tensor, k: Tensor) -> Pattern:
+    """The pattern of a mask of four dimensions that a caller has made: ranges of keys if each query sees neighbors.
+
+    The layers of a forward get the same tensor or equal slices of one, so the first layer, which reads one flag, leaves
+    its result there. A mask of torch.inference_mode does not tell when its values change.
+    """
+    if mask.dtype != torch.bool or mask.shape[-1] < k.shape[1] or not may_wait(mask) or mask.is_inference():
+        return Pattern(whole=mask)
+    owner = mask if mask._base is None else mask._base
+    key = mask._version, mask.shape, mask.stride(), mask.storage_offset()
+    known, ranges = getattr(owner, _RANGES, (None, None))
+    if known != key:
+        bounds = _bounds_of(mask)
+        ranges = None if bounds is None else _ranges(*bounds)
+        setattr(owner, _RANGES, (key, ranges))
+    if ranges is None:
+        return Pattern(whole=mask)
+    return Pattern(ranges=ranges.expand(-1, -1, q.shape[1], -1).contiguous())
 
 
 def may_wait(t: Tensor) -> bool:

@@ -23,6 +23,7 @@ from tiny_transformers import (
 
 transformers = pytest.importorskip("transformers")
 
+import onepass.api.attention  # noqa: E402
 from onepass import reference  # noqa: E402
 from onepass.integrations import transformers_masks  # noqa: E402
 from onepass.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
@@ -239,6 +240,72 @@ def test_a_mask_may_be_wider_or_narrower_than_the_keys(kind):
     assert torch.equal(attention_forward(Layer(), q, wide, wide, real)[0], expected)
 
 
+def runs(*shape):
+    """A bool mask in which each row is one run of True, or has none."""
+    low, high = torch.randint(-2, shape[-1] + 2, (2, *shape[:-1], 1))
+    key = torch.arange(shape[-1])
+    return (low <= key) & (key < high)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_bias"),
+    [((2, 1, 5, 9), False), ((1, 1, 5, 6), False), ((2, 1, 1, 6), False), ((2, 4, 5, 6), True), ((2, 1, 5, 1), True)],
+)
+def test_a_mask_of_runs(shape, is_bias, monkeypatch):
+    """Where each query sees neighbors, and the same ones in all heads, ranges say so."""
+    seen, attention = [], onepass.api.attention.attention
+    monkeypatch.setattr(onepass.api.attention, "attention", lambda *a, **o: seen.append(o) or attention(*a, **o))
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 6, 8)
+    for _ in range(10):
+        mask = runs(*shape)
+        out, _ = attention_forward(Layer(), q, k, k, mask)
+        assert ("bias" in seen[-1]) == is_bias
+        bias = torch.zeros(2, 4, 5, 6).masked_fill(~mask[..., :6], -torch.inf)
+        rows = (t.transpose(1, 2).double() for t in (q, k, k))
+        torch.testing.assert_close(out.double(), reference.attention(*rows, bias=bias).out, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_of_runs_with_other_options():
+    q, offsets = torch.randn(1, 4, 6, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    options = {
+        "position_bias": torch.randn(1, 4, 6, 6),
+        "indices": torch.tensor([[0, 3, 5]]).expand(1, 6, 3),
+        "s_aux": torch.randn(4),
+    }
+    for name, value in options.items():
+        for more in ({}, {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}):
+            mask = runs(1, 1, 6, 8)
+            other = torch.where(mask, 0.0, -torch.inf)
+            out, expected = (attention_forward(Layer(), q, q, q, m, **{name: value}, **more)[0] for m in (mask, other))
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_who_reads_a_mask_of_four_dimensions():
+    """The first layer that gets it, and the next one after a change, which torch does not count in inference mode."""
+    q, mask = torch.randn(2, 4, 5, 8), torch.ones(5, 5).tril().bool()[None, None].repeat(2, 1, 1, 1)
+    counts = []
+    for change in (None, None, 1, None, 3):
+        if change is not None:
+            mask[:, :, change, 0] = not mask[0, 0, change, 0]
+        with HostReads() as reads:
+            out, _ = attention_forward(Layer(), q, q, q, mask)
+        counts.append(reads.count)
+        assert_close(out, attention_forward(Layer(), q, q, q, torch.where(mask, 0.0, -torch.inf))[0])
+    assert counts == [1, 0, 1, 0, 1]
+    room = torch.ones(5, 9).tril().bool()[None, None].repeat(2, 1, 1, 1)
+    for start, expected in ((0, 1), (0, 0), (2, 1), (2, 0)):
+        part = room[..., start : start + 5]
+        with HostReads() as reads, torch.no_grad():
+            out, _ = attention_forward(Layer(), q, q, q, part)
+        assert reads.count == expected
+        assert_close(out, attention_forward(Layer(), q, q, q, torch.where(part, 0.0, -torch.inf))[0])
+    with torch.inference_mode():
+        mask = torch.ones(1, 1, 5, 5).tril().bool()
+        first = attention_forward(Layer(), q, q, q, mask)[0]
+        mask[..., 0] = False
+        assert not torch.equal(attention_forward(Layer(), q, q, q, mask)[0], first)
+
+
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_shapes_on_the_meta_device(is_padded):
     """Nothing is read from a device that has no values."""
@@ -251,6 +318,8 @@ def test_shapes_on_the_meta_device(is_padded):
         real = torch.ones(2, 4, dtype=torch.bool, device="meta") if is_padded else None
         mask = padding_mask(2, 4, 4, mask_function=function, attention_mask=real, device="meta")
         assert attention_forward(Layer(), q, q, q, mask)[0].shape == (2, 4, 2, 8)
+    own = torch.ones(2, 1, 4, 4, dtype=torch.bool, device="meta")
+    assert attention_forward(Layer(), q, q, q, own)[0].shape == (2, 4, 2, 8)
     positions = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     assert attention_forward(Layer(), q, q, q, None, position_ids=positions)[0].shape == (2, 4, 2, 8)
 
