@@ -35,6 +35,7 @@ from .transformers_masks import (
     sequence_bounds,
     starts_by_offsets,
     starts_by_positions,
+    whole_mask,
     with_ranges,
 )
 
@@ -142,7 +143,7 @@ def attention_forward(
 
     Returns: out (batch, q_length, num_heads_q, head_dim_v), 0 at left padding, and None, because there are no attention
     weights. Outputs at padding on the right are arbitrary. The host reads no value, except by the first layer that gets
-    position_ids without a mask, and without a cache or with an empty one.
+    a boolean mask of four dimensions, or position_ids without a mask, and without a cache or with an empty one.
 
     Raises:
         NotImplementedError: an argument is not supported. ValueError, TypeError: a value of it is not allowed. The
@@ -168,7 +169,7 @@ def attention_forward(
     if isinstance(attention_mask, ShortMask):
         pattern = attention_mask.pattern
     elif attention_mask is not None and attention_mask.dim() == 4:
-        pattern = Pattern(whole=_checked_mask(attention_mask))
+        pattern = whole_mask(_checked_mask(attention_mask), q, k)
     else:
         pattern = _pattern_of_layer(module, is_causal, sliding_window, attention_mask, q, k)
         if pattern.is_real is not None:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 
+_RANGES = "_onepass_ranges"  # an attribute of masks
+
 
 class Pattern(NamedTuple):
     """The keys that each query of a call sees: those that all fields leave."""
@@ -232,20 +234,10 @@ def _padding(call: _Call, found: _Found) -> Pattern | None:
     end = call.q_offset + call.q_length - kv_offset if found.is_causal else kv_length
     has_slots = isinstance(end, Tensor) or end < kv_length
     pattern = pattern._replace(used=end if has_slots else None)
+    if found.blocks is not None:
+        return _within_bounds(Pattern(), _blocks(found, call), call, end) if may_wait(found.blocks) else None
     if found.chunk_size is not None:
-        low, high = _chunks(found, call)
-        chunks = Pattern(is_causal=True, chunk_size=found.chunk_size)
-        if attention_mask is None:
-            return _with_bounds(chunks, low, high)
-        is_real = _real_keys(attention_mask, kv_offset, kv_length)
-        if not may_wait(attention_mask):
-            return chunks._replace(ranges=_ranges(low, high), is_real=is_real)
-        rows = RealKeys.of(is_real, end, 0)
-        is_simple, is_full = torch.stack((rows.is_simple.all(), (rows.last - rows.first == end).all())).tolist()
-        if not is_simple:
-            return chunks._replace(ranges=_ranges(low, high), is_real=is_real)
-        low, high = low.maximum(rows.first[:, None]), high.minimum(rows.last[:, None])
-        return _with_bounds(chunks, low, high)._replace(has_padding=not is_full)
+        return _within_bounds(Pattern(is_causal=True, chunk_size=found.chunk_size), _chunks(found, call), call, end)
     if attention_mask is None:
         return pattern
     if may_wait(attention_mask):
@@ -253,6 +245,28 @@ def _padding(call: _Call, found: _Found) -> Pattern | None:
         if simple is not None:
             return simple
     return None if has_slots else pattern._replace(is_real=_real_keys(attention_mask, kv_offset, kv_length))
+
+
+def _within_bounds(pattern: Pattern, bounds: _Bounds, call: _Call, end: int | Tensor) -> Pattern | None:
+    """The pattern in which queries see the real keys within bounds; None where the bounds are not valid.
+
+    Args: end: the end of the keys; a cache may have room behind it.
+    """
+    low, high, are_valid = bounds
+    if call.attention_mask is None:
+        return _with_bounds(pattern, low, high) if are_valid is None or are_valid else None
+    is_real = _real_keys(call.attention_mask, call.kv_offset, call.kv_length)
+    if not may_wait(is_real):
+        return pattern._replace(ranges=_ranges(low, high), is_real=is_real)
+    rows = RealKeys.of(is_real, end, 0)
+    flags = rows.is_simple.all(), (rows.last - rows.first == end).all(), are_valid
+    is_simple, is_full, *others = torch.stack([flag for flag in flags if flag is not None]).tolist()
+    if not all(others):
+        return None
+    if not is_simple:
+        return pattern._replace(ranges=_ranges(low, high), is_real=is_real)
+    low, high = low.maximum(rows.first[:, None]), high.minimum(rows.last[:, None])
+    return _with_bounds(pattern, low, high)._replace(has_padding=not is_full)
 
 
 def _simple_padding(call: _Call, pattern: Pattern, end: int | Tensor) -> Pattern | None:
@@ -396,22 +410,76 @@ def _ranges(low: Tensor, high: Tensor) -> Tensor:
     return torch.stack((low.clamp(min=0).minimum(high), high), -1)[:, None].to(torch.int32)
 
 
-def _chunks(found: _Found, call: _Call) -> tuple[Tensor, Tensor]:
-    """The keys that each query sees, start and end, (batch, q_length) each: its chunk up to the query itself."""
+class _Bounds(NamedTuple):
+    """The keys that each query sees, start and end, (batch, q_length) each, and whether this is so; None: it is."""
+
+    low: Tensor
+    high: Tensor
+    are_valid: Tensor | None = None
+
+
+def _chunks(found: _Found, call: _Call) -> _Bounds:
+    """A query sees its chunk up to itself."""
     assert found.chunk_size is not None
     position = (torch.arange(call.q_length, device=call.device) + call.q_offset).expand(call.batch_size, -1)
     in_sequence = position if found.left_padding is None else position - found.left_padding[:, None]
-    return position - in_sequence % found.chunk_size - call.kv_offset, position + 1 - call.kv_offset
+    return _Bounds(position - in_sequence % found.chunk_size - call.kv_offset, position + 1 - call.kv_offset)
+
+
+def _blocks(found: _Found, call: _Call) -> _Bounds:
+    """A query sees the keys up to itself, or those of its window, and its block, as of an image.
+
+    That is valid where the real tokens of each block are neighbors. It is taken for so where the numbers of blocks grow
+    along a row, as models number them.
+    """
+    assert found.blocks is not None
+    number = found.blocks[:, call.kv_offset : call.kv_offset + call.kv_length]
+    if call.attention_mask is not None:
+        number = number.masked_fill(~_real_keys(call.attention_mask, call.kv_offset, call.kv_length), -1)
+    is_start = torch.nn.functional.pad(number.diff(dim=-1) != 0, (1, 0), value=True)
+    is_larger = number[:, 1:] > number.cummax(-1).values[:, :-1]
+    own = torch.arange(call.q_length, device=number.device) + call.q_offset - call.kv_offset
+    in_block, start, end = (t[:, own] for t in (number >= 0, *sequence_bounds(is_start)))
+    low = torch.zeros_like(start) if found.window is None else (own - found.window[0]).expand_as(start)
+    if not found.cuts_blocks:
+        low = torch.where(in_block, start.minimum(low), low)
+    return _Bounds(low, torch.where(in_block, end, own + 1), (is_larger | ~is_start[:, 1:] | (number[:, 1:] < 0)).all())
 
 
 def _without_holes(whole: Tensor) -> Pattern:
     """A whole mask, (batch, 1, q_length, kv_length), as ranges of keys where these are neighbors. One flag is read."""
+    bounds = _bounds_of(whole)
+    return Pattern(whole=whole) if bounds is None else _with_bounds(Pattern(), *bounds)
+
+
+def _bounds_of(whole: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The keys that each query sees, start and end, (batch, q_length) each; None where they are not neighbors."""
     if 0 in whole.shape or whole.shape[1] != 1:
-        return Pattern(whole=whole)
+        return None
     seen = whole[:, 0]
     low = seen.view(torch.uint8).argmax(-1)
     is_simple = (seen[..., 1:] & ~seen[..., :-1]).sum(-1) + seen[..., 0] <= 1
-    return _with_bounds(Pattern(), low, low + seen.sum(-1)) if is_simple.all() else Pattern(whole=whole)
+    return (low, low + seen.sum(-1)) if is_simple.all() else None
+
+
+def whole_mask(mask: Tensor, q: Tensor, k: Tensor) -> Pattern:
+    """The pattern of a mask of four dimensions that a caller has made: ranges of keys if each query sees neighbors.
+
+    The layers of a forward get the same tensor or equal slices of one, so the first layer, which reads one flag, leaves
+    its result there. A mask of torch.inference_mode does not tell when its values change.
+    """
+    if mask.dtype != torch.bool or mask.shape[-1] < k.shape[1] or not may_wait(mask) or mask.is_inference():
+        return Pattern(whole=mask)
+    owner = mask if mask._base is None else mask._base
+    key = mask._version, mask.shape, mask.stride(), mask.storage_offset()
+    known, ranges = getattr(owner, _RANGES, (None, None))
+    if known != key:
+        bounds = _bounds_of(mask)
+        ranges = None if bounds is None else _ranges(*bounds)
+        setattr(owner, _RANGES, (key, ranges))
+    if ranges is None:
+        return Pattern(whole=mask)
+    return Pattern(ranges=ranges.expand(-1, -1, q.shape[1], -1).contiguous())
 
 
 def may_wait(t: Tensor) -> bool:
@@ -442,6 +510,8 @@ class _Found(NamedTuple):
     positions: Tensor | None = None  # (batch, seqlen), in packed sequences
     chunk_size: int | None = None  # a query sees keys of its own chunk only
     left_padding: Tensor | None = None  # (batch,): chunks begin behind it
+    blocks: Tensor | None = None  # (batch, tokens): tokens of one number, from 0 on, also see each other
+    cuts_blocks: bool = False  # whether the window hides keys of a query's own block
 
 
 def _recognize(
@@ -455,7 +525,7 @@ def _recognize(
         return _recognize_compiled(mask_function, attention_mask, **options)
     found = _Found(False)
     for name, variables in _conditions(mask_function):
-        if name == "causal_mask_function":
+        if name == "causal_mask_function" and found.blocks is None:
             found = found._replace(is_causal=True)
         elif name == "packed_sequence_mask_function" and found.sequence_ids is None:
             found = found._replace(sequence_ids=variables["packed_sequence_mask"])
@@ -465,11 +535,22 @@ def _recognize(
             if num_positions > variables["chunk_size"]:  # else everything is still in the first chunk
                 found = found._replace(chunk_size=variables["chunk_size"], left_padding=variables["left_padding"])
         elif name == "sliding_window_overlay" and found.window is None:
-            found = found._replace(window=(variables["sliding_window"] - 1, None))
+            found = found._replace(window=(variables["sliding_window"] - 1, None), cuts_blocks=found.blocks is not None)
+        elif name == "or_masks" and found == _Found(False):
+            first, *others = variables["mask_functions"]
+            causal = _recognize(first, num_positions, attention_mask, options)
+            added = [condition for other in others for condition in _conditions(other)]
+            if causal is None or causal.blocks is not None or [kind for kind, _ in added] != ["blockwise_overlay"]:
+                return None
+            found = causal._replace(blocks=added[0][1]["block_sequence_ids"])
         elif name == "sliding_window_bidirectional_overlay" and found.window is None:
             found = found._replace(window=(variables["sliding_window"],) * 2)
         elif name != "bidirectional_mask_function":
             return None
+    if found.blocks is not None:
+        is_other = found.sequence_ids is not None or found.chunk_size is not None
+        has_half_window = found.window is None or found.window[1] is None
+        return found if found.is_causal and has_half_window and not is_other else None
     if found.chunk_size is not None:
         return found if found.is_causal and found.window is None else None
     is_half = found.window is not None and found.window[1] is None  # the other half is a causal mask's

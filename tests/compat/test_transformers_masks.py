@@ -23,7 +23,9 @@ from tiny_transformers import (
 
 transformers = pytest.importorskip("transformers")
 
+import onepass.api.attention  # noqa: E402
 from onepass import reference  # noqa: E402
+from onepass.integrations import transformers_masks  # noqa: E402
 from onepass.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
 from onepass.integrations.transformers_masks import ShortMask  # noqa: E402
 
@@ -238,16 +240,86 @@ def test_a_mask_may_be_wider_or_narrower_than_the_keys(kind):
     assert torch.equal(attention_forward(Layer(), q, wide, wide, real)[0], expected)
 
 
+def runs(*shape):
+    """A bool mask in which each row is one run of True, or has none."""
+    low, high = torch.randint(-2, shape[-1] + 2, (2, *shape[:-1], 1))
+    key = torch.arange(shape[-1])
+    return (low <= key) & (key < high)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_bias"),
+    [((2, 1, 5, 9), False), ((1, 1, 5, 6), False), ((2, 1, 1, 6), False), ((2, 4, 5, 6), True), ((2, 1, 5, 1), True)],
+)
+def test_a_mask_of_runs(shape, is_bias, monkeypatch):
+    """Where each query sees neighbors, and the same ones in all heads, ranges say so."""
+    seen, attention = [], onepass.api.attention.attention
+    monkeypatch.setattr(onepass.api.attention, "attention", lambda *a, **o: seen.append(o) or attention(*a, **o))
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 6, 8)
+    for _ in range(10):
+        mask = runs(*shape)
+        out, _ = attention_forward(Layer(), q, k, k, mask)
+        assert ("bias" in seen[-1]) == is_bias
+        bias = torch.zeros(2, 4, 5, 6).masked_fill(~mask[..., :6], -torch.inf)
+        rows = (t.transpose(1, 2).double() for t in (q, k, k))
+        torch.testing.assert_close(out.double(), reference.attention(*rows, bias=bias).out, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_of_runs_with_other_options():
+    q, offsets = torch.randn(1, 4, 6, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    options = {
+        "position_bias": torch.randn(1, 4, 6, 6),
+        "indices": torch.tensor([[0, 3, 5]]).expand(1, 6, 3),
+        "s_aux": torch.randn(4),
+    }
+    for name, value in options.items():
+        for more in ({}, {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}):
+            mask = runs(1, 1, 6, 8)
+            other = torch.where(mask, 0.0, -torch.inf)
+            out, expected = (attention_forward(Layer(), q, q, q, m, **{name: value}, **more)[0] for m in (mask, other))
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_who_reads_a_mask_of_four_dimensions():
+    """The first layer that gets it, and the next one after a change, which torch does not count in inference mode."""
+    q, mask = torch.randn(2, 4, 5, 8), torch.ones(5, 5).tril().bool()[None, None].repeat(2, 1, 1, 1)
+    counts = []
+    for change in (None, None, 1, None, 3):
+        if change is not None:
+            mask[:, :, change, 0] = not mask[0, 0, change, 0]
+        with HostReads() as reads:
+            out, _ = attention_forward(Layer(), q, q, q, mask)
+        counts.append(reads.count)
+        assert_close(out, attention_forward(Layer(), q, q, q, torch.where(mask, 0.0, -torch.inf))[0])
+    assert counts == [1, 0, 1, 0, 1]
+    room = torch.ones(5, 9).tril().bool()[None, None].repeat(2, 1, 1, 1)
+    for start, expected in ((0, 1), (0, 0), (2, 1), (2, 0)):
+        part = room[..., start : start + 5]
+        with HostReads() as reads, torch.no_grad():
+            out, _ = attention_forward(Layer(), q, q, q, part)
+        assert reads.count == expected
+        assert_close(out, attention_forward(Layer(), q, q, q, torch.where(part, 0.0, -torch.inf))[0])
+    with torch.inference_mode():
+        mask = torch.ones(1, 1, 5, 5).tril().bool()
+        first = attention_forward(Layer(), q, q, q, mask)[0]
+        mask[..., 0] = False
+        assert not torch.equal(attention_forward(Layer(), q, q, q, mask)[0], first)
+
+
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_shapes_on_the_meta_device(is_padded):
     """Nothing is read from a device that has no values."""
     from transformers import masking_utils
 
     q = torch.empty(2, 2, 4, 8, device="meta")
-    for function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function):
+    causal = masking_utils.causal_mask_function
+    blocks = masking_utils.blockwise_overlay(torch.zeros(2, 4, dtype=torch.int64, device="meta"))
+    for function in (causal, masking_utils.bidirectional_mask_function, masking_utils.or_masks(causal, blocks)):
         real = torch.ones(2, 4, dtype=torch.bool, device="meta") if is_padded else None
         mask = padding_mask(2, 4, 4, mask_function=function, attention_mask=real, device="meta")
         assert attention_forward(Layer(), q, q, q, mask)[0].shape == (2, 4, 2, 8)
+    own = torch.ones(2, 1, 4, 4, dtype=torch.bool, device="meta")
+    assert attention_forward(Layer(), q, q, q, own)[0].shape == (2, 4, 2, 8)
     positions = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     assert attention_forward(Layer(), q, q, q, None, position_ids=positions)[0].shape == (2, 4, 2, 8)
 
@@ -262,6 +334,27 @@ def test_chunks_of_a_bidirectional_mask_are_a_whole_mask():
         seen = mask.values() == 0
         assert seen.sum() == count
         assert_close(attention_forward(Layer(), q, q, q, mask)[0], attention_forward(Layer(), q, q, q, seen)[0])
+
+
+def test_blocks_in_other_masks():
+    """What is more than blocks in a causal mask, or in its window, is read from the values of the mask."""
+    from transformers import masking_utils as masks
+
+    both, causal = masks.and_masks, masks.causal_mask_function
+    one, other = (masks.blockwise_overlay(torch.tensor([row])) for row in ([0, 0, 0, -1, 1, 1], [-1, -1, 0, 0, 0, -1]))
+    text = masks.or_masks(causal, one)
+    for function in (
+        masks.or_masks(text, other),
+        masks.or_masks(causal, both(one, other)),
+        masks.or_masks(masks.bidirectional_mask_function, one),
+        both(text, causal),
+        both(text, masks.sliding_window_bidirectional_overlay(1)),
+        both(masks.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1, 1, 1]])), text),
+        both(text, masks.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1, 1, 1]]))),
+    ):
+        mask, q = padding_mask(1, 6, 6, mask_function=function), torch.randn(1, 2, 6, 8)
+        expected = attention_forward(Layer(), q, q, q, mask.values() == 0)[0]
+        assert_close(attention_forward(Layer(), q, q, q, mask)[0], expected)
 
 
 def patterns(config):
@@ -291,6 +384,67 @@ def test_masks_with_another_pattern(name):
     out = ours(tokens(), attention_mask=mask, use_cache=False).logits
     expected = eager(tokens(), attention_mask=patterns(eager.config)[name], use_cache=False).logits
     assert_close(out, expected, padding("left").bool())
+
+
+IMAGES = torch.tensor([0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 0]).expand(BATCH, -1)
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+
+
+def gemma3(implementation):
+    """A layer with a window of 4, which is shorter than an image, and a layer that sees all."""
+    text = SMALL | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    extra = {"text_config": text, "vision_config": VISION}
+    return make("Gemma3", extra, implementation, head="ForConditionalGeneration")
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_images(side, monkeypatch):
+    """The tokens of an image see each other in both directions, by ranges that come from their numbers alone."""
+    made = masks_of_layers(monkeypatch)
+    where = torch.ones(BATCH, SEQLEN, dtype=torch.bool) if side == "none" else padding(side).bool()
+    results = []
+    for implementation in ("eager", register()):
+        model = gemma3(implementation)
+        mask = None if side == "none" else padding(side)
+        out = model(tokens(), attention_mask=mask, token_type_ids=IMAGES, use_cache=False).logits[where]
+        results.append((out.detach(), weighted_gradient(model, out)))
+    assert [m.pattern.ranges.shape for m in made] == [(BATCH, 1, SEQLEN, 2)] * 2
+    for actual, expected in zip(*reversed(results), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_after_images(cache):
+    options = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": "static" if cache == "static" else None}
+    options |= {"attention_mask": padding("left"), "token_type_ids": IMAGES * padding("left")}
+    generated = [gemma3(name).generate(tokens(), **options) for name in ("eager", register())]
+    assert generated[0].shape == (BATCH, SEQLEN + 5)
+    assert torch.equal(*generated)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_blocks_need_no_values(side, monkeypatch):
+    """The values of the mask are not made, and the host waits at most once. Padding may have any number."""
+    from transformers import masking_utils
+
+    monkeypatch.setattr(transformers_masks, "_values", lambda *a: pytest.fail("values of a mask were made"))
+    numbers = torch.tensor([-1, 0, 0, -1, 1, 1, 1, -1, -1, 2, -1]).repeat(BATCH, 1)
+    if side != "none":
+        numbers[padding(side) == 0] = 0
+    overlay = masking_utils.blockwise_overlay(numbers)
+    window, causal = masking_utils.sliding_window_overlay(2), masking_utils.causal_mask_function
+    compositions = {
+        masking_utils.or_masks(causal, overlay): [[0, 7], [0, 7], [0, 7]],
+        masking_utils.or_masks(masking_utils.and_masks(window, causal), overlay): [[3, 7], [4, 7], [4, 7]],
+        masking_utils.and_masks(masking_utils.or_masks(causal, overlay), window): [[3, 7], [4, 7], [5, 7]],
+    }
+    for function, expected in compositions.items():
+        mask = None if side == "none" else padding(side).bool()
+        with HostReads() as reads:
+            found = padding_mask(BATCH, SEQLEN, SEQLEN, mask_function=function, attention_mask=mask).pattern.ranges
+        assert reads.count <= 1
+        assert found[0, 0, 4:7].tolist() == expected
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right", "packed"])
@@ -383,8 +537,20 @@ def test_who_reads_positions(monkeypatch):
     assert len(read) == 1
 
 
+def random_blocks(rng, batch, tokens):
+    """(batch, tokens): the number of each token's block, below 0 outside; some blocks are in several parts."""
+    rows = []
+    for _ in range(batch):
+        row, number, step = [], 0, rng.choice([1, 0])
+        while len(row) < tokens:
+            row += [rng.choice([-1, number])] * rng.randint(1, 4)
+            number += step
+        rows.append(row[:tokens])
+    return torch.tensor(rows)
+
+
 def random_mask(rng):
-    """The arguments of a mask: causal, a window, chunks, packed sequences, padding anywhere, a cache with room."""
+    """The arguments of a mask: causal, a window, chunks, blocks, packed sequences, padding, a cache with room."""
     from transformers import masking_utils as masks
 
     batch, q_length = rng.randint(1, 3), rng.choice([1, 2, 7, 11])
@@ -415,6 +581,13 @@ def random_mask(rng):
         ids = torch.stack([torch.tensor(sorted(rng.choices(range(3), k=q_length))) for _ in range(batch)])
         conditions.append(masks.packed_sequence_mask_function(ids))
     function = masks.and_masks(*conditions)
+    if is_causal and not is_packed and rng.random() < 0.6:
+        overlay = masks.blockwise_overlay(random_blocks(rng, batch, kv_length))
+        if rng.random() < 0.5:
+            function, kind = masks.or_masks(function, overlay), f"{kind}, or blocks"
+        else:  # a window or chunks cut blocks, too
+            conditions[-1] = masks.or_masks(masks.causal_mask_function, overlay)
+            function, kind = masks.and_masks(*reversed(conditions)), f"{kind}, and blocks"
     sizes = {"batch_size": batch, "q_length": q_length, "kv_length": kv_length - gone, "kv_offset": gone}
     q_offset = torch.tensor(offset) if room and rng.random() < 0.5 else offset
     return sizes | {"q_offset": q_offset, "mask_function": function, "attention_mask": padded}, is_causal, kind
@@ -426,7 +599,6 @@ def test_random_masks(may_wait, monkeypatch):
     from transformers import masking_utils
 
     from onepass.integrations import transformers as integration
-    from onepass.integrations import transformers_masks
 
     if not may_wait:  # as while a CUDA graph is captured
         for module in (integration, transformers_masks):
@@ -451,5 +623,5 @@ def test_random_masks(may_wait, monkeypatch):
         is_real = seen.any(-1)[:, 0]
         if padded is not None and is_causal:
             own = padded[:, offset : offset + q_length]
-            is_real &= own | ~own.any(-1, keepdim=True)
+            is_real &= own | (~own.any(-1, keepdim=True) & ("blocks" not in kind))
         torch.testing.assert_close(out.double()[is_real], expected[is_real], rtol=1e-4, atol=1e-5, msg=f"{seed} {kind}")

@@ -19,8 +19,10 @@ from onepass.integrations.vllm import cache
 VARIABLE = "ONEPASS_VLLM"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK, BLOCKS = 4, 2, 32, 16, 12
-LENGTHS, QUERIES = (20, 1, 33), (3, 1, 33)  # keys and queries of three requests
-TABLE = torch.tensor([[3, 7, 0], [5, 0, 0], [1, 9, 4]], dtype=torch.int32)
+LENGTHS, QUERIES = (20, 1, 33, 7), (3, 1, 33, 2)  # keys and queries of four requests
+# the first and the last position of each image; the window of 7 is shorter than the last one
+IMAGES = {0: [(5, 9), (16, 18)], 1: [], 2: [(2, 6), (10, 29)], 3: [(1, 3)]}
+TABLE = torch.tensor([[3, 7, 0], [5, 0, 0], [1, 9, 4], [2, 0, 0]], dtype=torch.int32)
 LAYER = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25))
 OPTIONS = {
     "plain": {},
@@ -66,20 +68,34 @@ def slots_of(request, positions):
     return TABLE[request, positions // BLOCK] * BLOCK + positions % BLOCK
 
 
-def step(backend, causal=True):
-    """The metadata of a step, from what vLLM has."""
+def step(backend, causal=True, images=None, padding=0):
+    """The metadata of a step, from what vLLM has. On the host it knows lengths of prompts and bounds of others."""
     offsets, lengths = torch.tensor([0, *QUERIES]).cumsum(0).int(), torch.tensor(LENGTHS, dtype=torch.int32)
-    common = {"num_actual_tokens": sum(QUERIES), "query_start_loc": offsets, "max_query_len": max(QUERIES)}
+    common = {"num_actual_tokens": sum(QUERIES) + padding, "query_start_loc": offsets, "max_query_len": max(QUERIES)}
     common |= {"seq_lens": lengths, "block_table_tensor": TABLE, "causal": causal}
+    on_host = {"query_start_loc_cpu": offsets, "seq_lens_cpu_upper_bound": lengths + torch.tensor([0, 9, 0, 0])}
     builder = backend.OnepassMetadataBuilder(None, [], None, torch.device("cpu"))
-    found = builder.build(0, SimpleNamespace(**common))
-    assert vars(found) == {name.removesuffix("_tensor"): value for name, value in common.items()}
+    found = builder.build(0, SimpleNamespace(**common, **on_host, mm_req_doc_ranges=images))
+    expected = {name.removesuffix("_tensor"): value for name, value in common.items()}
+    assert vars(found) == expected | {"mm_prefix_range_tensor": found.mm_prefix_range_tensor}
     return found
 
 
-@pytest.mark.parametrize("layout", ["0.24", "0.32"])
+def seen_keys(request, window, is_cut):
+    """(queries, keys) bool, from the definition: causal and within a window, or in the same image."""
+    q, k = torch.arange(LENGTHS[request] - QUERIES[request], LENGTHS[request])[:, None], torch.arange(LENGTHS[request])
+    in_window = q - k < (window or 99)
+    seen = (k <= q) & in_window
+    for first, last in IMAGES[request]:
+        in_image = (first <= q) & (q <= last) & (first <= k) & (k <= last)
+        seen |= in_image & in_window if is_cut else in_image
+    return seen
+
+
+@pytest.mark.parametrize(("layout", "images"), [("0.24", None), ("0.32", None), ("0.24", "whole"), ("0.32", "cut")])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_requests_of_a_step(name, layout, backend, impl):
+def test_requests_of_a_step(name, layout, images, backend, impl):
+    """Images see themselves in both directions, as far as a window reaches where the layer says so."""
     layer = impl(**OPTIONS[name])
     is_e4m3 = name == "e4m3"
     kv_cache = empty_cache(layout, torch.uint8 if is_e4m3 else torch.float32)
@@ -96,7 +112,9 @@ def test_requests_of_a_step(name, layout, backend, impl):
 
     n = sum(QUERIES)
     query, output = torch.randn(n + 2, HEADS, HEAD_SIZE), torch.full((n + 2, HEADS * HEAD_SIZE), 7.0)
-    assert layer.forward(LAYER, query, None, None, kv_cache, step(backend), output) is output
+    scales = LAYER if images != "cut" else SimpleNamespace(**vars(LAYER), mm_prefix_clamp_sliding_window=True)
+    metadata = step(backend, images=IMAGES if images else None)
+    assert layer.forward(scales, query, None, None, kv_cache, metadata, output) is output
     assert (output[n:] == 7).all()
     if is_e4m3:
         keys, values = (
@@ -114,13 +132,45 @@ def test_requests_of_a_step(name, layout, backend, impl):
     if "alibi_slopes" in options:
         expected_options["alibi_slopes"] = torch.tensor(options["alibi_slopes"])
     first_key = first_query = 0
-    for length, queries in zip(LENGTHS, QUERIES, strict=True):
+    for request, (length, queries) in enumerate(zip(LENGTHS, QUERIES, strict=True)):
+        if images:
+            seen = seen_keys(request, options.get("sliding_window"), images == "cut")
+            bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+            expected_options |= {"causal": False, "window": None, "bias": bias[None, None]}
         q = query[None, first_query : first_query + queries]
         k, v = (t[None, first_key : first_key + length] for t in (keys, values))
         expected = reference.attention(q, k, v, **expected_options).out[0]
         actual = output[first_query : first_query + queries].view(queries, HEADS, HEAD_SIZE)
         torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
         first_key, first_query = first_key + length, first_query + queries
+
+
+def test_images_that_no_query_belongs_to(backend):
+    """A request keeps its images while it generates. Some models remove them for some layers, by this name."""
+    for images in (None, {}, {0: [(5, 9)], 1: [], 3: [(1, 3)]}, {0: [(5, 16), (20, 30)]}):
+        assert step(backend, images=images).mm_prefix_range_tensor is None
+    position, start, end = step(backend, images={0: [(16, 18), (5, 9)]}, padding=2).mm_prefix_range_tensor
+    assert position[:-2].tolist() == [17, 18, 19, 0, *range(33), 5, 6]
+    assert start[:3].tolist() == [16, 16, backend.LAST]
+    assert end[:3].tolist() == [19, 19, 0]
+    assert len(position) == len(start) == len(end) == sum(QUERIES) + 2
+
+
+def test_a_step_that_is_not_causal_sees_all(backend, impl):
+    """A drafter's step may be such a one, of a model with images."""
+    layer, kv_cache = impl(), torch.randn_like(empty_cache("0.32"))
+    query, outputs = torch.randn(sum(QUERIES), HEADS, HEAD_SIZE), []
+    for images in (None, IMAGES):
+        metadata = step(backend, causal=False, images=images)
+        outputs.append(layer.forward(LAYER, query, None, None, kv_cache, metadata, torch.empty_like(query)))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("has_images", [False, True])
+def test_steps_in_cuda_graphs(has_images, backend):
+    config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=has_images))
+    found = backend.OnepassMetadataBuilder.get_cudagraph_support(config, None)
+    assert found.name == ("UNIFORM_SINGLE_TOKEN_DECODE" if has_images else "UNIFORM_BATCH")
 
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
@@ -175,6 +225,7 @@ def test_what_the_backend_says_of_itself(backend):
     assert onepass_backend.supports_sink()
     assert onepass_backend.supports_sliding_window()
     assert onepass_backend.supports_non_causal()
+    assert onepass_backend.supports_mm_prefix()
     assert onepass_backend.supported_dtypes == [torch.float16, torch.bfloat16, torch.float32]
     assert onepass_backend.supported_kv_cache_dtypes == ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
     # the cache is written by `do_kv_cache_update`, and out by `forward` into a tensor of vLLM

@@ -24,6 +24,7 @@ class AttentionBackendEnum(enum.Enum):
 
 class AttentionCGSupport(enum.Enum):
     UNIFORM_BATCH = enum.auto()
+    UNIFORM_SINGLE_TOKEN_DECODE = enum.auto()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
 from ...api.attention import attention_varlen
 from ...api.decode import attention_decode
 from ...errors import UnsupportedError
+from ...masks import LAST
 from . import cache
 
 E4M3_CACHES = ("fp8", "fp8_e4m3")
@@ -40,6 +41,9 @@ class OnepassMetadata:
         seq_lens: (requests,) int32, keys of each request, those of this step included.
         block_table: (requests, blocks) int32.
         causal: whether a token sees only itself and the tokens before it.
+        mm_prefix_range_tensor: (3, num_actual_tokens) int32: the position of each query, and the start and the end of
+            the image that it belongs to, whose tokens see each other in both directions; None if no query belongs to
+            one. Models that want no such images in some of their layers set this name to None there.
     """
 
     num_actual_tokens: int
@@ -48,16 +52,24 @@ class OnepassMetadata:
     seq_lens: Tensor
     block_table: Tensor
     causal: bool
+    mm_prefix_range_tensor: Tensor | None = None
 
 
 class OnepassMetadataBuilder(AttentionMetadataBuilder[OnepassMetadata]):
-    """Builds the metadata of a step from what vLLM has. No value is read on the host."""
+    """Builds the metadata of a step from what vLLM has. No value is read from the device."""
 
     # A CUDA graph fixes the choice between the kernel for few queries of a request and the kernel for many.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """What graphs may hold: of models with images in prompts, steps of single tokens, which see nothing ahead."""
+        if vllm_config.model_config.is_mm_prefix_lm:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> OnepassMetadata:
         step = common_attn_metadata
@@ -70,7 +82,34 @@ class OnepassMetadataBuilder(AttentionMetadataBuilder[OnepassMetadata]):
             step.seq_lens,
             step.block_table_tensor,
             step.causal,
+            _images(step),
         )
+
+
+def _images(step: Any) -> Tensor | None:
+    """See `OnepassMetadata.mm_prefix_range_tensor`; of tokens that belong to no image, `LAST` and 0.
+
+    vLLM has the first and the last position of each image, and upper bounds of lengths on the host that are exact for
+    prompts, which is where images are. The positions of other queries follow from the lengths on the device.
+    """
+    if not step.mm_req_doc_ranges:
+        return None
+    offsets, lengths, n = step.query_start_loc, step.seq_lens, step.num_actual_tokens
+    starts, bounds = step.query_start_loc_cpu.tolist(), step.seq_lens_cpu_upper_bound.tolist()
+    images = torch.tensor((LAST, 0), dtype=torch.int32)[:, None].repeat(1, n)
+    for request, ranges in step.mm_req_doc_ranges.items():
+        start, end = starts[request : request + 2]
+        shift = bounds[request] - end  # from rows to positions
+        for first, last in ranges:
+            rows = slice(max(first - shift, start), min(last + 1 - shift, end))
+            if rows.start < rows.stop:
+                images[0, rows], images[1, rows] = first, last + 1
+    if not images[1].any():
+        return None
+    images = (images.pin_memory() if offsets.is_cuda else images).to(offsets.device, non_blocking=True)
+    row = torch.arange(n, dtype=torch.int32, device=offsets.device)
+    owner = torch.searchsorted(offsets[1:], row, right=True).clamp(max=len(lengths) - 1)
+    return torch.cat(((row + (lengths - offsets[1:])[owner])[None], images))
 
 
 class OnepassBackend(AttentionBackend):
@@ -120,6 +159,10 @@ class OnepassBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
         return True
 
     @classmethod
@@ -185,6 +228,15 @@ class OnepassImpl(AttentionImpl[OnepassMetadata]):
             k_cache, v_cache = cache.keys_and_values(kv_cache, self.head_size, self.is_e4m3)
             cache.write(key, value, k_cache, v_cache, slot_mapping, layer._k_scale, layer._v_scale)
 
+    def _with_images(self, images: Tensor, is_cut: bool) -> dict[str, Any]:
+        """The options of a causal mask and a window, with images. Args: is_cut: whether the window hides their keys."""
+        position, start, end = images
+        low = torch.zeros_like(position)
+        if self.sliding_window is not None:
+            low = (position - self.sliding_window + 1).clamp(min=0)
+        ranges = torch.stack((low if is_cut else low.minimum(start), end.maximum(position + 1)), -1)
+        return {"causal": False, "window": None, "key_ranges": ranges[None]}
+
     def forward(
         self,
         layer: Any,
@@ -218,6 +270,10 @@ class OnepassImpl(AttentionImpl[OnepassMetadata]):
             out = attention_varlen(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **options)
         else:
             k, v = cache.keys_and_values(kv_cache, self.head_size, self.is_e4m3)
+            if step.causal and step.mm_prefix_range_tensor is not None:
+                # in vLLM 0.24 layers do not say that their window hides keys of a query's own image
+                is_cut = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+                options |= self._with_images(step.mm_prefix_range_tensor, is_cut)
             if self.is_e4m3:
                 options |= {"k_descale": layer._k_scale.view(()), "v_descale": layer._v_scale.view(())}
             out = attention_decode(
