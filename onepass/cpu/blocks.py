@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..problem import AttentionInputs, AttentionProblem
+from ..problem.attention import EMPTY
 from ..tiled.modifiers import ScoreModifiers
 from ..tiled.sequences import HeadGroup, Sequences
 
@@ -23,8 +24,8 @@ BATCH_ELEMENTS = 2**18
 
 def gathers(problem: AttentionProblem) -> bool:
     """Whether keys are gathered. Those of ranges are often neighbors: rows with masks need no copies of them."""
-    has_ranges = problem.has_key_ranges or problem.has_query_ranges
-    return problem.block_size is not None and not (has_ranges or problem.adds_terms or problem.has_seqstart_k)
+    hides_pairs = problem.has_key_ranges or problem.has_query_ranges or problem.has_block_bits
+    return problem.block_size is not None and not (hides_pairs or problem.adds_terms or problem.has_seqstart_k)
 
 
 class Batch(NamedTuple):
@@ -49,12 +50,12 @@ class KeptBlocks:
         modifiers = ScoreModifiers(
             problem, inputs, piece, HeadGroup(slice(None), slice(None), problem.qhead_per_kvhead)
         )
-        assert modifiers.seen_blocks is not None
+        assert modifiers.kinds is not None
         self.q_size, self.k_size = problem.block_size
         self.q_blocks, self.k_blocks = -(-modifiers.seqlen_q // self.q_size), -(-modifiers.seqlen_k // self.k_size)
         self.seqlen_q, self.seqlen_k = modifiers.seqlen_q, modifiers.seqlen_k
         self.head_dim, self.dtype = problem.head_dim, problem.accum_dtype
-        seen = modifiers.seen_blocks[..., : self.q_blocks, : self.k_blocks]
+        seen = modifiers.kinds[..., : self.q_blocks, : self.k_blocks] != EMPTY
         entries, heads_kv, group = modifiers.shape
         self.together = group if bool((seen == seen[:, :, :1]).all()) else 1
         self.lead = entries, heads_kv, group // self.together

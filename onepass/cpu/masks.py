@@ -30,7 +30,8 @@ def groups(problem: AttentionProblem, inputs: AttentionInputs, num_entries: int,
     """The heads to compute at a time: some for each thread, few enough for MASK_ELEMENTS, all that share masks."""
     modifiers, group = inputs.modifiers or NO_MODIFIERS, problem.qhead_per_kvhead
     _, ranges, positions, slopes, bias, query_ranges = modifiers[:-1]
-    by_pair = ranges, bias, query_ranges, None if inputs.blocks is None else inputs.blocks.kinds
+    blocks = () if inputs.blocks is None else (inputs.blocks.kinds, inputs.blocks.bits)
+    by_pair = ranges, bias, query_ranges, *blocks
     by_head = slopes is not None or any(t is not None and t.shape[-3] > 1 for t in by_pair)
     by_entry = (slopes is not None and slopes.dim() == 2) or any(
         t is not None and t.shape[0] > 1 for t in (positions, *by_pair)

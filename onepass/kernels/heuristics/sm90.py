@@ -476,8 +476,8 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
         2048 to 16384 with heads_together, head_dim 128, causal: groups of eight 0.92, 0.91, 0.93, 0.95; of four 0.93,
             0.92, 0.92, 0.92
 
-    Lists of blocks and ALiBi spill values at head_dim 64, where K takes 32 registers, or make ptxas serialize GEMMs, and
-    so do groups of heads under a mask at 64 and 128.
+    Lists of blocks and ALiBi spill values at head_dim 64, where K takes 32 registers, or make ptxas serialize GEMMs. So
+    do groups of heads under a mask at 64 and 128.
     """
     if problem.softcap is not None or problem.has_backward_lists:
         return False
