@@ -195,8 +195,9 @@ class BlockLists:
             tiles = select(m * self.tile_m < place.seqlen_q, ceil_div(place.seqlen_k, self.tile_n), Int32(0))
             for start in cutlass.range(0, tiles, LANES, unroll=1):
                 visits, _ = pairs.compared(m, start + lane, start + lane < tiles)
+                own = turn + count_below(visits)  # all lanes must take part
                 if visits:
-                    turns[entry, head, block, start + lane] = turn + count_below(visits)
+                    turns[entry, head, block, start + lane] = own
                 turn += count(visits)
 
     @cute.jit
@@ -299,7 +300,7 @@ def blocks_of_tile(tile: Int32, tile_size: int, block_size: int, count: Int32) -
 
 
 def count_below(condition: Boolean) -> Int32:
-    """In how many lanes below this one the condition holds."""
+    """In how many lanes below this one the condition holds; for all lanes of a warp."""
     ballot = Int32(cute.arch.vote_ballot_sync(condition))
     return Int32(cute.arch.popc(ballot & ((Int32(1) << cute.arch.lane_idx()) - 1)))
 

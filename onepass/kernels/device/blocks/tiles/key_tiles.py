@@ -113,8 +113,8 @@ class KeyTiles:
         n_start = n_block * self.tile_n
         if cutlass.const_expr(self.has_lists):
             counts = seqlens.modifiers.tensors.counts
-            number, list_entry = self.list_of(n_block, origin_k, sequence)
-            full, last = (counts[i, number, head, list_entry] for i in range(2))
+            own, own_entry = self.list_of(n_block, origin_k, sequence)
+            full, last = (counts[i, own, head, own_entry] for i in range(2))
             blocks = QueryBlocks(Int32(0), Int32(0), full, last)
         else:
             blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
