@@ -149,16 +149,16 @@ def test_the_kernels_of_a_backward(compiled, monkeypatch, config, names):
     assert {kernel.config for kernel in made[1:]} == {config}
 
 
-def test_a_backward_with_intervals_needs_their_bounds(compiled):
+def test_a_backward_with_intervals_needs_lists_of_blocks(compiled):
     """Head counts and lengths, and what makes no difference to intervals, do not ask for another kernel."""
     ranges = CALL | {"key_ranges": (2, 1, CALL["q"][1], 2)}
-    names = ["backward_preprocess", "backward_bounds", "backward", "backward_postprocess"]
+    names = ["backward_preprocess", "block_lists", "backward", "backward_postprocess"]
     made = onepass.warmup([ranges], backend="sm90", workers=1, gradients=True)
     assert [kernel.name for kernel in made][1:] == names
     made = onepass.warmup([ranges, ranges | {"softcap": 3.0}], backend="sm90", workers=1, gradients=True)
-    assert [kernel.name for kernel in made].count("backward_bounds") == 1
+    assert [kernel.name for kernel in made].count("block_lists") == 1
     made = onepass.warmup([ranges, ranges | {"causal": True}], backend="sm90", workers=1, gradients=True)
-    assert [kernel.name for kernel in made].count("backward_bounds") == 2
+    assert [kernel.name for kernel in made].count("block_lists") == 2
 
 
 HALVES = "split_rows"
