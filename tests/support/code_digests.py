@@ -75,6 +75,11 @@ def _forward_sm90() -> Iterator[tuple[str, Request]]:
         "fp16 64 GQA of few rows": problem(64, 64, 32, dtype=FP16, num_heads_kv=1),
         "bf16 72/40": problem(72, 40, 4096),
         "bf16 192/128": problem(192, 128, 4096),
+        "bf16 128 query ranges": problem(128, 128, 4096, has_query_ranges=True),
+        "bf16 64 blocks of 64": problem(64, 64, 4096, mask=FULL, block_size=(64, 64)),
+        "bf16 128 blocks of 128 with bits": problem(
+            128, 128, 4096, mask=FULL, block_size=(128, 128), has_block_bits=True
+        ),
     }
     for name, one in asked.items():
         _, _, arch, trace = forward_sm90.compile_request(one, heuristics.forward_config_sm90(one))
@@ -94,11 +99,14 @@ def _backward_sm90() -> Iterator[tuple[str, Request]]:
         "128 packed seqused": problem(128, 128, 4096, is_packed=True, has_seqused_k=True),
         "128 window softcap fp16": problem(128, 128, 4096, mask=WINDOW, softcap=20.0, dtype=FP16),
         "128 GQA": problem(128, 128, 4096, num_heads_kv=1),
+        "64 ranges": problem(64, 64, 4096, has_key_ranges=True),
+        "128 query ranges": problem(128, 128, 4096, has_query_ranges=True),
+        "64 blocks of 64": problem(64, 64, 4096, mask=FULL, block_size=(64, 64)),
     }
     whole = "128 full", "128 packed seqused", "256 causal"  # the cases that stand for kernels of query rows, too
     for name, one in asked.items():
         for kernel, _, arch, trace in backward_sm90.compile_requests(one, False, heuristics.backward_config_sm90(one)):
-            if kernel == "backward" or name in whole:
+            if kernel in ("backward", "block_lists") or name in whole:
                 yield f"sm90 {kernel.replace('_', ' ')} {name}", (arch, trace)
     for name in ("128 causal", "128 full"):  # in the main kernel, and in one before it
         kernel, _, arch, trace = backward_sm90.compile_requests(asked[name], True)[0]
