@@ -6,12 +6,21 @@ import pytest
 import torch
 
 from onepass.errors import UnsupportedError
-from onepass.kernels.config import BackwardConfigSm80, BackwardConfigSm90, ForwardConfigSm80, ForwardConfigSm90
+from onepass.kernels.config import (
+    REGISTERS,
+    REGISTERS_OF_PAGES,
+    REGISTERS_OF_TWO,
+    BackwardConfigSm80,
+    BackwardConfigSm90,
+    ForwardConfigSm80,
+    ForwardConfigSm90,
+)
 from onepass.kernels.config.decode import DecodeConfigSm80
 from onepass.problem import AttentionProblem, Mask, Quantization
 
 PROBLEM = AttentionProblem(torch.bfloat16, "cuda", 2, 300, 500, 8, 2, 64, 64, softmax_scale=0.25, mask=Mask())
 FP8 = {"dtype": torch.float8_e4m3fn, "quantization": Quantization(torch.bfloat16, 64, 64)}
+IN_TURNS = {"deterministic": True, "has_key_ranges": True}
 FORWARD_SM80, DECODE = ForwardConfigSm80(tile_n=32), DecodeConfigSm80(key_warps=2)
 FORWARD_SM90 = ForwardConfigSm90(64)
 FP8_SUMS = replace(FORWARD_SM90, two_level_sums=True, overlap_gemm_softmax=False)
@@ -70,6 +79,11 @@ CASES = (
     (FORWARD_SM90, "transposes_v", (False, True), {False, True}, FP8),
     (FORWARD_SM90, "transposes_v", (False, True), {False}, {}),
     (replace(FORWARD_SM90, cluster_size=2), "transposes_v", (False, True), {False}, FP8),
+    (FORWARD_SM90, "blocks_per_sm", range(4), {1, 2}, {}),
+    (replace(FORWARD_SM90, num_warpgroups=3), "blocks_per_sm", (1, 2), {1}, {}),
+    (replace(FORWARD_SM90, transposes_v=True), "blocks_per_sm", (1, 2), {1}, FP8),
+    (FORWARD_SM90, "blocks_per_sm", (1, 2), {1}, {"kv_dtype": torch.float8_e4m3fn}),
+    (NO_PRODUCER, "blocks_per_sm", (1, 2), {1}, {}),
     (NO_PRODUCER, "overlap_tiles", (False, True), {False}, {}),
     (NO_PRODUCER, "dynamic_tiles", (False, True), {False}, {}),
     (NO_PRODUCER, "cluster_size", (1, 2), {1}, {}),
@@ -83,6 +97,9 @@ CASES = (
     (BackwardConfigSm90(by_gradient=True), "private_dq", (False, True), {False}, {}),
     (BackwardConfigSm90(), "private_dq", (False, True), {False, True}, {}),
     (BackwardConfigSm90(), "private_dq", (False, True), {False}, {"has_alibi": True}),
+    (BackwardConfigSm90(), "descending_turns", (False, True), {False, True}, {"deterministic": True}),
+    (BackwardConfigSm90(), "descending_turns", (False, True), {False}, IN_TURNS),
+    (BackwardConfigSm80(), "descending_turns", (False, True), {False}, IN_TURNS),
     (BackwardConfigSm90(), "heads_together", (False, True), {False, True}, {}),
     (BackwardConfigSm90(), "heads_together", (False, True), {False}, {"deterministic": True}),
     (BackwardConfigSm90(), "heads_together", (False, True), {False}, {"is_packed": True}),
@@ -118,3 +135,11 @@ def test_architectures_that_are_refused(config, refusing):
     archs = "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"
     problem = replace(PROBLEM, head_dim=32, head_dim_v=32)
     assert tuple(arch for arch in archs if not accepts(config, problem, arch)) == refusing
+
+
+@pytest.mark.parametrize(("table", "blocks"), [(REGISTERS, 1), (REGISTERS_OF_PAGES, 1), (REGISTERS_OF_TWO, 2)])
+def test_no_thread_asks_for_registers_that_a_launch_does_not_give(table, blocks):
+    """A launch gives every thread the same multiple of 8, up to 255; a request for more than are free never ends."""
+    for num_warpgroups, (producer, consumer) in table.items():
+        given = min(65536 // (128 * (num_warpgroups + 1) * blocks), 255) // 8 * 8
+        assert producer + num_warpgroups * consumer <= (num_warpgroups + 1) * given

@@ -333,6 +333,8 @@ class BackwardConfigSm80(_ConfigSm80):
             )
         if self.vector_adds and arch in SCALAR_ADDS:
             raise UnsupportedError(f"vector_adds: expected False on {arch}, which adds one value at a time")
+        if self.adds_descending(problem) and problem.has_backward_lists:
+            raise UnsupportedError(f"descending_turns: expected False with {problem.modifiers_named}")
         d, dv = self.head_dims(problem)
         sizes = {"tile_m": self.tile_m, "tile_n": self.tile_n, "head_dim": d, "head_dim_v": dv}
         is_float32 = element_bytes == 4

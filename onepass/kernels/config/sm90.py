@@ -20,7 +20,7 @@ PROGRESS_HEADER = 8  # words of the backward's counters that are not those of a 
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
-REGISTERS_OF_TWO = {1: (40, 216), 2: (24, 112)}  # thread blocks on a multiprocessor
+REGISTERS_OF_TWO = {1: (40, 216), 2: (32, 104)}  # thread blocks on a multiprocessor
 REGISTERS_TO_TRANSPOSE = REGISTERS | {2: (40, 232), 4: (32, 112)}  # V, next to a producer
 REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # of a producer that looks up pages
 # Registers of a producer, a consumer and a converting thread, over an e4m3 cache.
@@ -231,9 +231,11 @@ class ForwardConfigSm90(LaunchConfig):
         if problem.has_e4m3_cache:
             self._check_e4m3_cache(problem)
         may_share = self.warp_specialized and self.num_warpgroups in REGISTERS_OF_TWO
+        may_share = may_share and not (self.transposes_v or problem.has_e4m3_cache)
         if self.blocks_per_sm not in (1, 2) or (self.blocks_per_sm == 2 and not may_share):
             raise UnsupportedError(
-                f"blocks_per_sm: expected 1, or 2 with up to two warpgroups and a producer, got {self}"
+                "blocks_per_sm: expected 1, or 2 with up to two warpgroups and a producer, which neither transpose nor "
+                f"convert, got {self}"
             )
         # of each thread block on a multiprocessor, the system takes 1 KiB
         needed, limit = self.smem_bytes(problem), (SMEM_BYTES + 1024) // self.blocks_per_sm - 1024
@@ -515,6 +517,8 @@ class BackwardConfigSm90(LaunchConfig):
             raise UnsupportedError("overlap_gradients: expected False with by_gradient")
         if self.ring_lag < 0 or (self.adds_in_rings(problem) and not self.permits_rings(problem)):
             raise UnsupportedError(f"ring_lag: expected 0 where tiles differ or are drawn, got {self.ring_lag}")
+        if self.adds_descending(problem) and problem.has_backward_lists:
+            raise UnsupportedError(f"descending_turns: expected False with {problem.modifiers_named}")
         if self.paired:
             self._check_paired(problem)
         if self.heads_together and (problem.deterministic or problem.is_packed or self.private_dq):
