@@ -23,6 +23,7 @@ FP8 = {"dtype": torch.float8_e4m3fn, "quantization": Quantization(torch.bfloat16
 IN_TURNS = {"deterministic": True, "has_key_ranges": True}
 FORWARD_SM80, DECODE = ForwardConfigSm80(tile_n=32), DecodeConfigSm80(key_warps=2)
 FORWARD_SM90 = ForwardConfigSm90(64)
+ONE_WARPGROUP = replace(FORWARD_SM90, num_warpgroups=1)
 FP8_SUMS = replace(FORWARD_SM90, two_level_sums=True, overlap_gemm_softmax=False)
 NO_PRODUCER = ForwardConfigSm90(64, warp_specialized=False, overlap_tiles=False)
 # a configuration, a field, the values that are tried, those that are accepted, and what the problem is otherwise
@@ -79,10 +80,10 @@ CASES = (
     (FORWARD_SM90, "transposes_v", (False, True), {False, True}, FP8),
     (FORWARD_SM90, "transposes_v", (False, True), {False}, {}),
     (replace(FORWARD_SM90, cluster_size=2), "transposes_v", (False, True), {False}, FP8),
-    (FORWARD_SM90, "blocks_per_sm", range(4), {1, 2}, {}),
-    (replace(FORWARD_SM90, num_warpgroups=3), "blocks_per_sm", (1, 2), {1}, {}),
-    (replace(FORWARD_SM90, transposes_v=True), "blocks_per_sm", (1, 2), {1}, FP8),
-    (FORWARD_SM90, "blocks_per_sm", (1, 2), {1}, {"kv_dtype": torch.float8_e4m3fn}),
+    (ONE_WARPGROUP, "blocks_per_sm", range(4), {1, 2}, {}),
+    (FORWARD_SM90, "blocks_per_sm", (1, 2), {1}, {}),
+    (replace(ONE_WARPGROUP, transposes_v=True), "blocks_per_sm", (1, 2), {1}, FP8),
+    (ONE_WARPGROUP, "blocks_per_sm", (1, 2), {1}, {"kv_dtype": torch.float8_e4m3fn}),
     (NO_PRODUCER, "blocks_per_sm", (1, 2), {1}, {}),
     (NO_PRODUCER, "overlap_tiles", (False, True), {False}, {}),
     (NO_PRODUCER, "dynamic_tiles", (False, True), {False}, {}),

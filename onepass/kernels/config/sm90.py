@@ -20,7 +20,7 @@ PROGRESS_HEADER = 8  # words of the backward's counters that are not those of a 
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
-REGISTERS_OF_TWO = {1: (40, 216), 2: (32, 104)}  # thread blocks on a multiprocessor
+REGISTERS_OF_TWO = {1: (40, 216)}  # thread blocks on a multiprocessor
 REGISTERS_TO_TRANSPOSE = REGISTERS | {2: (40, 232), 4: (32, 112)}  # V, next to a producer
 REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # of a producer that looks up pages
 # Registers of a producer, a consumer and a converting thread, over an e4m3 cache.
@@ -80,7 +80,7 @@ class ForwardConfigSm90(LaunchConfig):
         p_codes: in FP8, P is computed by integers, not by exponentials, with up to 8 percent of error instead of 6
             (blocks/softmax/scaled.py). lse is off by up to 0.084, so calls whose lse or gradients are used refuse it.
 
-        blocks_per_sm: thread blocks that share a multiprocessor, 1 or 2; 2 only of one or two warpgroups each.
+        blocks_per_sm: thread blocks that share a multiprocessor, 1 or 2; 2 only of one warpgroup each.
 
     Raises: TypeError for a value of another type than its field's.
     """
@@ -234,8 +234,8 @@ class ForwardConfigSm90(LaunchConfig):
         may_share = may_share and not (self.transposes_v or problem.has_e4m3_cache)
         if self.blocks_per_sm not in (1, 2) or (self.blocks_per_sm == 2 and not may_share):
             raise UnsupportedError(
-                "blocks_per_sm: expected 1, or 2 with up to two warpgroups and a producer, which neither transpose nor "
-                f"convert, got {self}"
+                "blocks_per_sm: expected 1, or 2 with one warpgroup and a producer, which neither transpose nor convert, "
+                f"got {self}"
             )
         # of each thread block on a multiprocessor, the system takes 1 KiB
         needed, limit = self.smem_bytes(problem), (SMEM_BYTES + 1024) // self.blocks_per_sm - 1024
