@@ -1,5 +1,6 @@
 """Device code that works element by element, run as Python on numbers: masks, intervals, terms, sinks, rotations."""
 
+import functools
 import importlib.util
 import itertools
 import math
@@ -163,7 +164,8 @@ BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 3, 30, 50
 
 def place_of(device, head, entry, is_packed):
     geometry = device.mask.Geometry(SEQLEN_Q, SEQLEN_K, None, None)
-    return device.modifiers.place_of(head, SEQLEN_Q * entry if is_packed else entry, entry, geometry, is_packed)
+    origins = (SEQLEN_Q * entry, SEQLEN_K * entry) if is_packed else (entry, entry)
+    return device.modifiers.place_of(head, *origins, entry, geometry, is_packed)
 
 
 def rows_first(values, is_packed):
@@ -213,12 +215,63 @@ def test_intervals(device, is_packed, names):
                         assert found[r, c] == (COLUMNS * r + c if seen[pair] else -9.0), pair
 
 
+class Words(Values):
+    """A tensor of int32, whose differences wrap around."""
+
+    def __getitem__(self, index):
+        return Word(super().__getitem__(index))
+
+
+class Word(int):
+    def __sub__(self, other):
+        return (int(self) - other + 2**31) % 2**32 - 2**31
+
+
+@pytest.mark.parametrize("names", [("query_ranges",), ("kinds",), ("kinds", "bits"), ("query_ranges", "kinds", "bits")])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_pairs_that_keys_and_blocks_hide(device, is_packed, names, monkeypatch):
+    monkeypatch.setattr(device.modifiers, "Uint32", lambda x: x % 2**32)
+    monkeypatch.setattr(device.modifiers, "Uint64", lambda x: x % 2**64)
+    rng, size = np.random.default_rng(0), (16, 32)
+    ranges = np.sort(rng.integers(0, SEQLEN_Q + 1, (BATCH, SEQLEN_K, 2, HEADS)), 2)
+    ranges[..., 0, :][ranges[..., 0, :] < 5], ranges[..., 1, :][ranges[..., 1, :] > 25] = -(2**31), 2**31 - 1
+    kinds = rng.integers(0, 3, (BATCH, HEADS, 2, 2))
+    bits = rng.integers(-(2**31), 2**31, (BATCH, HEADS, SEQLEN_Q, 2))
+    tensors = {"query_ranges": Words(rows_first(ranges, is_packed).array)}
+    tensors |= {"kinds": Values(kinds.transpose(2, 3, 1, 0)), "bits": Values(bits.transpose(2, 3, 1, 0))}
+    tensors = device.modifiers.ModifierTensors(**{name: tensors[name] for name in names})
+    modifiers = device.modifiers.Modifiers(tensors, (None, None), block_size=size)
+    modifiers.hide_by_key = functools.partial(device.modifiers.Modifiers.hide_by_key.__wrapped__, modifiers)
+    query, key = np.arange(SEQLEN_Q)[:, None], np.arange(SEQLEN_K)
+    for head, entry in ((0, 1), (2, 0)):
+        seen = np.full((SEQLEN_Q, SEQLEN_K), True)
+        if "query_ranges" in names:
+            low, high = ranges[entry, :, :, head].T
+            seen &= (low <= query) & (query < high)
+        if "kinds" in names:
+            kind = kinds[entry, head, query // size[0], key // size[1]]
+            bit = bits[entry, head, query, key // 32] >> key % 32 & 1
+            seen &= (kind == 2) | (kind == 1) & (bit == 1) if "bits" in names else kind != 0
+        place = place_of(device, head, entry, is_packed)
+        for i, j in rng.integers((SEQLEN_Q, SEQLEN_K), size=(40, 2)).tolist():
+            score = modifiers.pairs_of_query(place, i).score(Float(1.0), j)
+            assert score == (1.0 if seen[i, j] else -math.inf), (i, j)
+        seen = np.pad(seen, ((0, 64 - SEQLEN_Q), (0, 64 - SEQLEN_K)))
+        for has_keys_in_rows in (False, True):
+            for _, rows, start, places in itertools.chain(threads(0, 0), threads(16, 16)):
+                found, block = scores(), device.modifiers.Block(rows, start, [place, place], has_keys_in_rows)
+                device.modifiers.Modifiers.hide.__wrapped__(modifiers, found, block, -9.0)
+                for r, c, row, col in places:
+                    pair = (col, row) if has_keys_in_rows else (row, col)
+                    assert found[r, c] == (COLUMNS * r + c if seen[pair] else -9.0), pair
+
+
 @pytest.mark.parametrize("seqlen_k", [SEQLEN_K, 1, 0])
 def test_blocks_of_keys(device, seqlen_k):
     """The blocks that a tile visits hold all keys that its queries see, and the clear ones no other key."""
     rng = np.random.default_rng(0)
     geometry = device.mask.Geometry(SEQLEN_Q, seqlen_k, None, None)
-    place, tile_n = device.modifiers.place_of(0, 0, 0, geometry, False), 4
+    place, tile_n = device.modifiers.place_of(0, 0, 0, 0, geometry, False), 4
     for _ in range(300):
         ranges = np.sort(rng.integers(0, seqlen_k + 1, (2, 1, SEQLEN_Q, 2)), 3)  # some are empty
         if rng.random() < 0.5:

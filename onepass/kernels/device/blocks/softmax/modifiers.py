@@ -222,8 +222,8 @@ class Modifiers(Untraced):
         if cutlass.const_expr(self.tensors.query_ranges is not None):
             if cutlass.const_expr(block.has_keys_in_rows):
                 for r in cutlass.range_constexpr(2):
-                    low, high = self.queries_of_key(place, rows[r])
-                    low, high = low - block.first_column, high - block.first_column
+                    # not below 0: differences of others may not have 32 bits
+                    low, high = (maximum(n, 0) - block.first_column for n in self.queries_of_key(place, rows[r]))
                     for c in cutlass.range_constexpr(columns):
                         is_seen = low <= column_offset(c) and column_offset(c) < high
                         scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
