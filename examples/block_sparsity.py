@@ -6,7 +6,8 @@ Blocks have 64 queries or keys, and lengths are multiples of 64. Tensors are (ba
 has no gradient: the projections before it learn from attention to the blocks that it keeps and, where a layer has a
 gate, from attention to the means of all blocks. The program compares each layer that keeps all blocks with ordinary
 attention, and trains the layers on a task. In the first half of a sequence, each block has a topic and a value. The
-tokens of the second half have a topic each, and are to give its value.
+tokens of the second half have a topic each, and are to give its value. It also compares a step of generation over the
+pages that a choice keeps with attention under the mask of that choice.
 """
 
 import argparse
@@ -64,6 +65,27 @@ def moba(q: Tensor, k: Tensor, count: int) -> onepass.BlockMask:
     scores = torch.einsum("bmhd,bnhd->bhmn", q[:, ::SIZE], key_means)
     back = blocks_back(scores)
     return mask_of_best(scores.masked_fill(back == 0, torch.inf).masked_fill(back < 0, -torch.inf), count)
+
+
+def decode_selected(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, kept: Tensor, lengths: Tensor, count: int
+) -> Tensor:
+    """The newest token of each cache sees the pages that are kept: at most `count`, with its own among them.
+
+    q is (batch, 1, num_heads_q, head_dim), and pages are (num_pages, SIZE, kv heads, head_dim). `page_table` and `kept`
+    are (batch, choices, max_pages): num_heads_q / choices heads share a choice, and a page has their kv heads.
+    `lengths` count the newest token.
+    """
+    order = kept.int().argsort(stable=True, dim=-1, descending=True)[..., :count]  # kept pages first, its own last
+    keys = kept.sum(-1) * SIZE - (-lengths % SIZE)[:, None]
+    out = onepass.attention_decode(
+        q.reshape(keys.numel(), 1, -1, q.shape[-1]),
+        k_pages,
+        v_pages,
+        cache_seqlens=keys.flatten().int(),
+        page_table=page_table.take_along_dim(order, -1).flatten(0, 1),
+    )
+    return out.reshape(*q.shape[:-1], -1)
 
 
 def attention_to_means(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -143,6 +165,29 @@ def difference_with_all_blocks(options: dict[str, Any], x: Tensor) -> float:
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True))
 
 
+def difference_of_a_step(choose, count: int, like: Tensor) -> float:
+    """The largest relative difference of a token's attention over pages of one kv head from that with a mask."""
+    batch, blocks, row = 2, 8, 7 * SIZE  # the last block has one token
+    q, k, v = (torch.randn(batch, blocks * SIZE, n, HEAD_DIM).to(like) for n in (HEADS, KV_HEADS, KV_HEADS))
+    mask = choose(q, k, count)
+    expected = onepass.attention(q, k, v, causal=True, block_mask=mask)[:, row : row + 1]
+    kept = mask.kinds[:, :, row // SIZE] > 0
+    # a cache (num_pages, num_heads_kv, SIZE, head_dim), and the pages of each sequence
+    k_cache, v_cache = (x.unflatten(1, (-1, SIZE)).transpose(2, 3).flatten(0, 1) for x in (k, v))
+    page_table = torch.arange(len(k_cache), dtype=torch.int32, device=q.device).view(batch, 1, blocks)
+    head = torch.arange(KV_HEADS, dtype=torch.int32, device=q.device).repeat_interleave(kept.shape[1] // KV_HEADS)
+    found = decode_selected(
+        q[:, row : row + 1],
+        k_cache.flatten(0, 1)[:, :, None],
+        v_cache.flatten(0, 1)[:, :, None],
+        page_table * KV_HEADS + head[:, None],
+        kept,
+        torch.full((batch,), row + 1, device=q.device),
+        count,
+    )
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=80)
@@ -155,3 +200,6 @@ if __name__ == "__main__":
         losses = train(Layer(**options).to(device, dtype), steps)
         last = sum(losses[-10:]) / len(losses[-10:])
         print(f"{name}: loss {losses[0]:.2f} to {last:.3f}; with all blocks kept, off by {difference:.0e}")
+    for choose, count in ((nsa, 4), (moba, 2), (moba, 8)):
+        difference = difference_of_a_step(choose, count, torch.empty(0, device=device, dtype=dtype))
+        print(f"{choose.__name__}, {count} of 8, a step over pages: off by {difference:.0e}")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepass.testing import Call
+from onepass import reference
+from onepass.testing import Call, compare
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "block_sparsity.py"), run_name="block_sparsity")
@@ -74,6 +75,36 @@ def test_layers(options):
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
+@pytest.mark.parametrize("filled", [1, 37, SIZE])
+@pytest.mark.parametrize("choices", [1, 2, 4], ids=["all heads", "kv heads", "query heads"])
+def test_decode_selected(choices, filled):
+    """A page holds both kv heads, or one. Pages lie in any order; rows that no choice keeps are NaN."""
+    given = tensors()
+    q, last, block = given["q"][:, :1], torch.tensor([2, BLOCKS - 1])[:, None, None], torch.arange(BLOCKS)
+    kept = (block == last) | (block < last) & (torch.rand(2, choices, BLOCKS) < 0.5)
+    lengths = last.flatten() * SIZE + torch.tensor([filled, 20])
+    is_seen = kept.repeat_interleave(SIZE, -1) & (torch.arange(BLOCKS * SIZE) < lengths[:, None, None])
+    parts = min(choices, 2)  # of a block: its pages
+    numbers = torch.randperm(2 * parts * BLOCKS).view(2, parts, BLOCKS)
+    has_key, pools = is_seen.view(2, parts, -1, BLOCKS * SIZE).any(2)[..., None, None], []
+    for x in (given["k"], given["v"]):
+        rows = x.unflatten(2, (parts, -1)).transpose(1, 2).where(has_key, torch.nan)
+        pools.append(rows.unflatten(2, (BLOCKS, SIZE)).flatten(0, 2)[numbers.flatten().argsort()])
+    table = numbers.where(block <= last, 10**6).int().repeat_interleave(choices // parts, 1)
+    out = EXAMPLE["decode_selected"](q, *pools, table, kept, lengths, int(kept.sum(-1).max()))
+    bias = torch.zeros(is_seen.shape, dtype=DTYPE).masked_fill(~is_seen, -torch.inf)
+    given |= {"q": q, "bias": bias.repeat_interleave(4 // choices, 1)[:, :, None]}
+    oracle, plain = (reference.attention(**given, compute_dtype=dtype).out for dtype in (DTYPE, torch.float32))
+    assert compare("out", out, oracle, plain).ok
+
+
+@pytest.mark.parametrize(("name", "count"), [("nsa", 4), ("nsa", 8), ("moba", 2), ("moba", 8)])
+def test_a_step_of_generation(name, count):
+    """It is a row of attention with the mask; with all blocks, of ordinary attention."""
+    torch.manual_seed(0)
+    assert EXAMPLE["difference_of_a_step"](EXAMPLE[name], count, torch.empty(0, dtype=DTYPE)) < 1e-12
+
+
 def test_cubes_of_a_video():
     frames, height, width = 8, 4, 12
     where = torch.cartesian_prod(*map(torch.arange, (frames, height, width)))
@@ -82,7 +113,9 @@ def test_cubes_of_a_video():
     assert found[0].flatten(0, 1).unique(dim=0).shape == where.shape
 
 
-@pytest.mark.parametrize("name", ["means", "blocks_back", "mask_of_best", "video_tiles", "nsa", "moba"])
+@pytest.mark.parametrize(
+    "name", ["means", "blocks_back", "mask_of_best", "video_tiles", "nsa", "moba", "decode_selected"]
+)
 def test_the_cookbook_shows_them(name):
     page = (ROOT / "docs" / "guide" / "masks.md").read_text(encoding="utf-8")
     assert inspect.getsource(EXAMPLE[name]) in page
