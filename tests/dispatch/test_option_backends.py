@@ -45,21 +45,21 @@ def test_kernels_take_every_option(gpu, function, option, dtype, capability):
         assert "gradients by" not in support.reason
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+@pytest.mark.parametrize(("capability", "name"), [((9, 0), "sm90"), ((8, 0), "tiled")])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_ranges_of_queries_are_left_to_tiled(gpu, is_packed, capability):
+def test_ranges_of_queries_are_left_to_tiled_on_ampere(gpu, is_packed, capability, name):
     gpu(*capability)
     shape, offsets = (256, 4, 64), dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), (3,))
     arguments = dict.fromkeys("qkv", shape if is_packed else (2, *shape)) | (offsets if is_packed else {})
     arguments |= {"query_ranges": (4, 256, 2) if is_packed else (1, 4, 256, 2), "dtype": BF16}
     support = support_of("attention", arguments, None)
-    assert (support.ok, support.backend) == (True, "tiled")
-    assert "sm80: query_ranges: expected none" in support.reason
-    for name in ("sm90", "sm80")[capability == (8, 0) :]:
-        expected = False, name, f"backend {name}: query_ranges: expected none"
-        assert support_of("attention", arguments, name) == expected
-        problem, *_ = calls.problem_of_call("supports", arguments, name)
-        assert dispatch.backend_of_backward(name, problem) == "tiled"
+    assert (support.ok, support.backend) == (True, name)
+    problem, *_ = calls.problem_of_call("supports", arguments, None)
+    assert dispatch.backend_of_backward(name, problem) == name
+    reason = "query_ranges: expected none"
+    assert name == "sm90" or f"sm80: {reason}" in support.reason
+    assert support_of("attention", arguments, "sm80") == (False, "sm80", f"backend sm80: {reason}")
+    assert dispatch.backend_of_backward("sm80", problem) == "tiled"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
