@@ -6,12 +6,12 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import block_lists_kernel
 import machine_code
 import numpy as np
 import packages
 import ptx_interpreter
 import pytest
-import query_bounds_kernel
 import sm80_decode
 import torch
 from test_forward_sm80_values import FLOAT32, PACKED, Arguments, call_of, problem_of, shifted
@@ -98,7 +98,8 @@ class Kernels:
         self.problem, self.config, self.change, self.schedule = problem, config, change, schedule
         arch = "sm_90a" if config.vector_adds else ARCH
         self.requests = {r.name: r for r in backward_launch.compile_requests(problem, has_dlse, config, arch)}
-        self.query_bounds = query_bounds_kernel.kernel_of(problem, config) if problem.has_intervals else None
+        tile = config.tile_m, config.tile_n
+        self.block_lists = block_lists_kernel.prepared(problem, tile, True) if problem.has_backward_lists else None
 
     def run(self, name: str, p: Parameters, written: tuple, grid, num_threads: int, smem_bytes: int = 0, **schedule):
         name_, key, arch, trace = self.requests[f"backward_{name}"]
@@ -142,7 +143,7 @@ class Kernels:
             in_last = tile_scheduler.heads_in_last_section(heads_in_all, section)
             p.divisors(num_n_blocks * section, section, in_last, heads)
         schedule = self.schedule | {"one_by_one": turns is not None}
-        # with modifiers, gradients of terms come after bounds
+        # with modifiers, gradients of terms come after lists
         written = (dk, dv, dq_accum, turns, *(t for t in modifiers or () if isinstance(t, torch.Tensor)))
         self.run("sm80", p, written, num_tiles, config.num_threads, config.smem_bytes(problem), **schedule)
 
@@ -210,7 +211,7 @@ def gradients_of(problem, inputs, out, lse, dout, dlse, config=None, change=lamb
         kernels.main,
         kernels.postprocess,
         kernels.sink_gradients,
-        kernels.query_bounds,
+        kernels.block_lists,
         blocks_per_head,
         section,
         num_tiles,

@@ -1,4 +1,4 @@
-"""Device code that looks things up and ends rows, run as Python: pages, descales, ends of softmaxes, query bounds."""
+"""Device code that looks things up and ends rows, run as Python: pages, descales, softmaxes, lists of blocks."""
 
 import functools
 import itertools
@@ -6,18 +6,17 @@ import math
 import random
 from types import SimpleNamespace
 
+import block_lists_kernel
 import numpy as np
 import packages
 import pytest
-import query_bounds_reference
 import torch
+from test_block_lists_values import TILES, RandomCall, check
 from test_elements_in_python import Float, Values, fresh, size
-from test_query_bounds_values import CONFIGS, RandomCall
 
-from onepass.kernels.arguments import AppendArguments, QueryBoundsArguments
+from onepass.kernels.arguments import AppendArguments, BlockListsArguments
 from onepass.kernels.config import BackwardConfigSm90
-from onepass.kernels.launch import modifiers, query_bounds
-from onepass.kernels.launch.arguments import window_bounds
+from onepass.kernels.launch import block_lists, modifiers
 from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
 
 pytestmark = packages.needs_compiler
@@ -76,6 +75,8 @@ def device(monkeypatch):
         fmax=max,
         rcp_approx=lambda x: 1 / x,
         vote_any_sync=bool,
+        vote_ballot_sync=int,
+        popc=int.bit_count,
         warp_reduction_sum=lambda value, **_: value,
         warp_redux_sync=lambda value, kind: value,
         make_warp_uniform=lambda value: value,
@@ -100,7 +101,7 @@ def device(monkeypatch):
         "paged": "blocks.tiles.paged",
         "packed": "blocks.tiles.packed",
         "append": "memory_bound.append",
-        "bounds": "memory_bound.query_bounds",
+        "lists": "memory_bound.block_lists",
         "rows": "memory_bound.backward_rows",
         "stats": "blocks.memory.row_stats",
         "sinks": "blocks.softmax.sinks",
@@ -121,13 +122,14 @@ def device(monkeypatch):
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(module, name, stand_in, raising=False)
     monkeypatch.setattr(modules["online"], "weight_of_sink", modules["sinks"].weight_of_sink)
-    monkeypatch.setattr(modules["bounds"], "WARPS", 1)
-    bounds, rows = modules["bounds"].QueryBounds, modules["rows"]
-    for owner, name in ((bounds, "number_of_warp"), (bounds, "sequence_of"), (bounds, "compared")):
+    lists, rows = modules["lists"], modules["rows"]
+    owners = [(lists.BlockLists, "number_of_warp"), (lists.BlockLists, "sequence_of"), (lists.Pairs, "compared")]
+    owners += [(lists.Pairs, "kinds_of"), (lists, "overlap"), (lists, "write_four")]
+    for owner, name in owners:
         monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
-    monkeypatch.setattr(modules["bounds"], "write_four", modules["bounds"].write_four.__wrapped__)
-    monkeypatch.setattr(modules["bounds"], "sequence_of_block", rows.sequence_of_block.__wrapped__)
-    monkeypatch.setattr(modules["bounds"], "Modifiers", modules["modifiers"].Modifiers)
+    changes = {"WARPS": 1, "count": int, "sequence_of_block": rows.sequence_of_block.__wrapped__}
+    for name, value in changes.items() | {"Modifiers": modules["modifiers"].Modifiers}.items():
+        monkeypatch.setattr(lists, name, value)
     return SimpleNamespace(**modules, lane=lane, arch=arch)
 
 
@@ -322,67 +324,74 @@ def test_descales_of_a_cache(device, kind):
         assert total[0] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("seed", [*range(12), 68])
-def test_query_bounds(device, seed):
-    call, config = RandomCall(seed, deterministic=seed % 8 > 5), CONFIGS[seed % 2]
-
-    def kernel(*arguments):
-        given, kernel = QueryBoundsArguments(*arguments), query_bounds.kernel_of(call.problem, config)
-        given.extremes.copy_(torch.tensor([0, 0, 2**30, 2**30]))  # of a block without rows
-        code = device.bounds.QueryBounds(*kernel[:4])
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("seed", [0, 3, 12, 41, 53, 65, 66, 181, 281, 311])
+def test_lists_of_blocks(device, seed, of_keys):
+    def run(kernel, *arguments):
+        given = block_lists_kernel.with_arbitrary_values(BlockListsArguments(*arguments))
+        code = device.lists.BlockLists(*kernel[:6])
         tensors = device.modifiers.ModifierTensors(
             **{name: Values(t.numpy()) for name, t in given.modifiers._asdict().items() if t is not None}
         )
-        lengths = device.bounds.Lengths(
+        lengths = device.lists.Lengths(
             *(
                 None if t is None else Values(t.numpy())
                 for t in (given.cu_seqlens_q, given.cu_seqlens_k, given.seqused_k)
             )
         )
-        extremes, bounds = View(given.extremes.numpy()), View(given.bounds.numpy())
+        found = {name: None if (t := getattr(given, name)) is None else View(t.numpy()) for name in given._fields[:5]}
         window, seqlens = (given.window_left, given.window_right), (given.seqlen_q, given.seqlen_k)
+        of_both = found["of_queries"], found["of_keys"]
 
-        def launch(function, t, *rest):
+        def launch(function, t, *first, last=()):
             for place in np.ndindex(t.shape[2], t.shape[1], t.shape[0]):
                 device.arch.block_idx = lambda place=place: place
-                function.__wrapped__(code, *rest)
+                function.__wrapped__(code, *first, tensors, window, lengths, seqlens, given.group, *last)
 
-        launch(type(code).extremes_of_blocks, extremes, extremes, tensors, window, lengths, seqlens, given.group)
-        launch(type(code).bounds_of_tiles, bounds, extremes, bounds, lengths, seqlens)
+        for of_keys, t in enumerate(of_both):
+            if t is not None:
+                launch(type(code).extremes, t, t, last=(bool(of_keys),))
+        launch(type(code).lists, found["counts"], found["numbers"], found["counts"], of_both)
+        if found["turns"] is not None:
+            launch(type(code).turns, found["turns"], found["turns"], of_both)
 
-    problem, inputs = call.problem, call.inputs
-    found = query_bounds.launch(
-        kernel, problem, config, modifiers.arguments_of(problem, inputs.modifiers), window_bounds(problem), *inputs[4:7]
-    )
-    assert torch.equal(found, query_bounds_reference.query_bounds(problem, config, inputs))
+    def prepared(problem, tile, of_keys):
+        kernel = block_lists.kernel_of(problem, tile, of_keys)
+        return functools.partial(block_lists.with_lists, functools.partial(run, kernel), kernel, problem)
+
+    check(RandomCall(seed), TILES[seed % 4], of_keys, prepared)
 
 
-def test_tiles_of_packed_keys_find_their_bounds(device):
-    """A tile reads the bounds that the kernel of bounds has written for it."""
-    tile_n, heads, offsets = 64, 2, [0, 5, 140, 140, 201]
+def test_tiles_of_packed_sequences_find_their_lists(device):
+    """A tile reads the list, and the turns, that the kernels of lists have written for it."""
+    tile_m, tile_n, heads, group, rng = 32, 64, 2, 3, np.random.default_rng(0)
+    offsets_q, offsets_k = [0, 70, 71, 71, 200], [0, 5, 140, 140, 201]
     tiles = [
-        (block, head, start, end - start, sequence)
-        for sequence, (start, end) in enumerate(itertools.pairwise(offsets))
+        (block, head, start, end - start, offsets_q[sequence], 9, sequence, None)
+        for sequence, (start, end) in enumerate(itertools.pairwise(offsets_k))
         for head in range(heads)
         for block in range(-(-(end - start) // tile_n))
     ]
-    bounds = np.random.default_rng(0).integers(0, 99, (offsets[-1] // tile_n + len(offsets), 4, heads, 1))
-    schedule = SimpleNamespace(
-        num_tiles=len(tiles),
-        batch=len(offsets) - 1,
-        find=lambda n: (*tiles[n][:4], 0, 9, tiles[n][4], None),
-    )
-    modifiers = SimpleNamespace(tensors=SimpleNamespace(bounds=View(bounds)))
+    # more than there are: any number will do
+    numbers, counts, turns = (rng.integers(0, 9, (n, m, heads, 1)) for n, m in ((9, 20), (2, 20), (20, 40)))
+    schedule = SimpleNamespace(num_tiles=len(tiles), batch=len(offsets_k) - 1, find=lambda n: tiles[n])
+    lists = SimpleNamespace(counts=View(counts), numbers=View(numbers), turns=View(turns))
     seqlens = SimpleNamespace(
-        lengths=device.tiles.Lengths(None, None, None), modifiers=modifiers, window_left=None, window_right=None
+        lengths=device.tiles.Lengths(None, None, None),
+        modifiers=SimpleNamespace(tensors=lists),
+        window_left=None,
+        window_right=None,
     )
     kernel = device.tiles.KeyTiles()
-    kernel.tile_m = kernel.tile_n = tile_n
-    kernel.is_packed = kernel.has_intervals = kernel.is_descending = True
-    for number, (block, head, start, _, sequence) in enumerate(tiles):
-        tile = device.tiles.KeyTiles.tile_at.__wrapped__(kernel, number, schedule, seqlens)
-        found = tile.first, tile.clear_first, tile.clear_last, tile.last
-        assert found == tuple(bounds[start // tile_n + sequence + block, :, head, 0])
+    kernel.tile_m, kernel.tile_n, kernel.group, kernel.lists = tile_m, tile_n, group, lists
+    kernel.is_packed = kernel.has_lists = kernel.is_descending = True
+    for n, (block, head, start, _, start_q, _, sequence, _) in enumerate(tiles):
+        tile = device.tiles.KeyTiles.tile_at.__wrapped__(kernel, n, schedule, seqlens)
+        number = start // tile_n + sequence + block
+        assert (tile.first, tile.clear_first, tile.clear_last, tile.last) == (0, 0, *counts[:, number, head, 0])
+        for i, m in enumerate(numbers[:, number, head, 0]):
+            assert kernel.query_block(tile, i) == m
+            assert kernel.turn_of(tile, i) == turns[block, start_q // tile_m + sequence + m, head, 0]
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.25])

@@ -20,7 +20,7 @@ KERNELS = [
     ("BackwardSm80Arguments", f"{DEVICE}.sm80.backward.kernel", "BackwardSm80"),
     ("PreprocessArguments", f"{DEVICE}.memory_bound.backward_rows", "Preprocess"),
     ("PostprocessArguments", f"{DEVICE}.memory_bound.backward_rows", "Postprocess"),
-    ("QueryBoundsArguments", f"{DEVICE}.memory_bound.query_bounds", "QueryBounds"),
+    ("BlockListsArguments", f"{DEVICE}.memory_bound.block_lists", "BlockLists"),
     ("SinkGradientsArguments", f"{DEVICE}.memory_bound.sink_gradients", "SinkGradients"),
     ("MergeArguments", f"{DEVICE}.memory_bound.merge", "Merge"),
     ("AppendArguments", f"{DEVICE}.memory_bound.append", "Append"),

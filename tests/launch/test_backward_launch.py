@@ -6,7 +6,7 @@ from dataclasses import replace
 import packages
 import pytest
 import torch
-from launch_arguments import assert_as_traced
+from launch_arguments import assert_as_traced, lists_by
 
 from onepass.dispatch import attention as dispatch
 from onepass.geometry.block_range import query_blocks
@@ -51,6 +51,9 @@ def problem(**options):
         ({"has_key_ranges": True, "mask": Mask(3, 5), "has_seqused_k": True, "has_sinks": True}, {}),
         ({"has_q_positions": True, "mask": Mask(None, 0)}, {"dynamic_tiles": True}),
         ({"has_seqstart_k": True, "has_q_positions": True, "is_packed": True, "deterministic": True}, {}),
+        ({"has_query_ranges": True, "has_seqused_k": True, "deterministic": True}, {}),
+        ({"block_size": (64, 64), "mask": Mask(None, 0), "is_packed": True}, {}),
+        ({"block_size": (64, 64), "has_block_bits": True, "deterministic": True}, {"dynamic_tiles": True}),
         ({"float32_dkv": True, "is_packed": True}, {}),
         ({"has_alibi": True, "bias_dtype": torch.float16, "dropout_p": 0.5, "deterministic": True}, {}),
         ({"has_alibi": True, "bias_dtype": torch.float64, "constant_slopes": True, "is_packed": True}, {}),
@@ -62,15 +65,15 @@ def test_kernels_are_given_what_they_were_traced_with(options, fields, monkeypat
     requests = backward_launch.compile_requests(wanted, False, config)
     in_one = config.rows_in_background(wanted)
     in_all = 1 if in_one else 2 if config.private_dq else 3
-    assert len(requests) == in_all + wanted.has_intervals + wanted.has_sinks
+    assert len(requests) == in_all + wanted.has_backward_lists + wanted.has_sinks
     monkeypatch.setattr(backward_launch, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(
         backward_launch, "zero_counters", lambda purpose, device, count: torch.zeros(count, dtype=torch.int32)
     )
 
     def launch(kernels):
-        names = "backward_preprocess", "backward", "backward_postprocess", "backward_sinks", "backward_bounds"
-        return Launch(wanted, config, *(kernels.get(name) for name in names), 4, 1, 1)
+        names = "backward_preprocess", "backward", "backward_postprocess", "backward_sinks"
+        return Launch(wanted, config, *map(kernels.get, names), lists_by(kernels, wanted, config), 4, 1, 1)
 
     assert_as_traced(wanted, launch, requests)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import packages
 import pytest
 import torch
-from launch_arguments import assert_as_traced
+from launch_arguments import assert_as_traced, lists_by
 
 from onepass.kernels.heuristics import sm80 as heuristics_sm80
 from onepass.kernels.launch import backward_sm80 as backward_launch
@@ -52,10 +52,12 @@ def test_kernels_are_given_what_they_were_traced_with(options):
     wanted = problem(**options)
     config = heuristics_sm80.backward_config_sm80(wanted, "sm_80")
     requests = backward_launch.compile_requests(wanted, False, config, "sm_80")
-    names = [f"backward_{name}" for name in ("preprocess", "sm80", "postprocess", "sinks", "bounds")]
-    assert_as_traced(
-        wanted, lambda kernels: Launch(wanted, config, *(kernels.get(name) for name in names), 4, 1, 1), requests
-    )
+    names = [f"backward_{name}" for name in ("preprocess", "sm80", "postprocess", "sinks")]
+
+    def launch(kernels):
+        return Launch(wanted, config, *map(kernels.get, names), lists_by(kernels, wanted, config), 4, 1, 1)
+
+    assert_as_traced(wanted, launch, requests)
 
 
 @pytest.mark.parametrize("arch", launch.ARCHS)

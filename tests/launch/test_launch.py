@@ -14,6 +14,7 @@ import onepass
 from onepass.dispatch import backends
 from onepass.kernels.compiler import compile
 from onepass.kernels.config import ForwardConfigSm90
+from onepass.kernels.heuristics import sm90 as heuristics
 from onepass.kernels.launch import backward_sm80 as backward_launch_sm80
 from onepass.kernels.launch import backward_sm90 as backward_launch
 from onepass.kernels.launch import float32_halves as halves_launch
@@ -160,7 +161,8 @@ def test_arguments_of_the_kernels_in_float32(launched, is_packed, head_dim_v, mo
             return [dimensions(a) for a in argument]
         return None if argument is None else len(getattr(argument, "shape", ()))
 
-    requests = launch.compile_request(problem), *launch.helper_requests(problem)
+    config = heuristics.forward_config_sm90(problem)
+    requests = launch.compile_request(problem), *launch.helper_requests(problem, config)
     for arguments, (*_, trace) in zip((forwards[0], *splits[:3]), requests, strict=True):
         _, stand_ins = trace()
         assert [dimensions(a) for a in arguments] == [dimensions(a) for a in stand_ins[:-1]]

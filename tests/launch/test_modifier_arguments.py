@@ -1,4 +1,4 @@
-"""What a backward's launch makes of modifiers, on the CPU."""
+"""What launches make of modifiers, on the CPU."""
 
 import itertools
 from dataclasses import replace
@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onepass.kernels.arguments import QueryBoundsArguments
-from onepass.kernels.config import BackwardConfigSm80, BackwardConfigSm90
-from onepass.kernels.launch import modifiers, query_bounds
-from onepass.problem import AttentionInputs, AttentionProblem, Mask, Modifiers
+from onepass.kernels.arguments import BlockListsArguments
+from onepass.kernels.config import BackwardConfigSm80
+from onepass.kernels.launch import block_lists, modifiers
+from onepass.problem import AttentionInputs, AttentionProblem, Blocks, Mask, Modifiers
 
-CONFIG = BackwardConfigSm90(tile_m=128, q_stages=2, dynamic_tiles=True)
+TILE = 64, 128
 
 
 def posed(lead: tuple, heads: tuple, rows: int, keys: int, **given):
@@ -19,7 +19,8 @@ def posed(lead: tuple, heads: tuple, rows: int, keys: int, **given):
     q, k = (torch.zeros(*lead, n, h, 64).half() for n, h in ((rows, heads[0]), (keys, heads[1])))
     names = {name: given.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k") if name in given}
     lengths = (names.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
-    inputs = AttentionInputs(q, k, k, None, *lengths, Modifiers(**given))
+    blocks = Blocks(given.pop("kinds"), (64, 128)) if "kinds" in given else None
+    inputs = AttentionInputs(q, k, k, None, *lengths, Modifiers(**given), blocks=blocks)
     return AttentionProblem.of(inputs, softmax_scale=0.1, mask=Mask(), softcap=None, deterministic=False), inputs
 
 
@@ -27,53 +28,77 @@ def ranges(*shape: int):
     return torch.zeros(*shape, 300, 2, dtype=torch.int32)
 
 
+def kinds(*shape: int):
+    return torch.zeros(*shape, 5, 3, dtype=torch.int8)
+
+
 LENGTHS = torch.tensor([0, 100, 300], dtype=torch.int32)
+OFFSETS = {"cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS}
+HIDING = {
+    "seqstart_k": LENGTHS[:2],
+    "key_ranges": ranges(2, 4),
+    "q_positions": LENGTHS.new_zeros(2, 300),
+    "query_ranges": ranges(2, 1),
+    "kinds": kinds(1, 4),
+}
 
 
+@pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize(
-    ("lead", "given", "entries", "heads", "group"),
+    ("lead", "given", "entries", "by_head"),
     [
-        ((2,), {"key_ranges": ranges(1, 1)}, 1, 1, 1),
-        ((2,), {"key_ranges": ranges(1, 4)}, 1, 2, 2),
-        ((2,), {"key_ranges": ranges(2, 1)}, 2, 1, 1),
-        ((2,), {"key_ranges": ranges(2, 4)}, 2, 2, 2),
-        ((2,), {"key_ranges": ranges(1, 1), "seqused_k": LENGTHS[1:]}, 2, 1, 1),
-        ((2,), {"key_ranges": ranges(1, 1), "seqstart_k": LENGTHS[:2]}, 2, 1, 1),
-        ((2,), {"q_positions": torch.zeros(1, 300, dtype=torch.int32)}, 1, 1, 1),
-        ((2,), {"q_positions": torch.zeros(2, 300, dtype=torch.int32)}, 2, 1, 1),
-        ((), {"key_ranges": ranges(1), "cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS}, 1, 1, 1),
-        ((), {"key_ranges": ranges(4), "cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS}, 1, 2, 2),
+        ((2,), {"key_ranges": ranges(1, 1)}, 1, False),
+        ((2,), {"key_ranges": ranges(1, 4)}, 1, True),
+        ((2,), {"key_ranges": ranges(2, 1)}, 2, False),
+        ((2,), {"key_ranges": ranges(2, 4)}, 2, True),
+        ((2,), {"query_ranges": ranges(1, 1)}, 1, False),
+        ((2,), {"query_ranges": ranges(2, 4)}, 2, True),
+        ((2,), {"query_ranges": ranges(1, 1), "key_ranges": ranges(1, 4)}, 1, True),
+        ((2,), {"kinds": kinds(1, 1)}, 1, False),
+        ((2,), {"kinds": kinds(1, 4)}, 1, True),
+        ((2,), {"kinds": kinds(2, 1)}, 2, False),
+        ((2,), {"key_ranges": ranges(1, 1), "seqused_k": LENGTHS[1:]}, 2, False),
+        ((2,), {"key_ranges": ranges(1, 1), "seqstart_k": LENGTHS[:2]}, 2, False),
+        ((2,), {"q_positions": torch.zeros(1, 300, dtype=torch.int32)}, 1, False),
+        ((2,), {"q_positions": torch.zeros(2, 300, dtype=torch.int32)}, 2, False),
+        ((), {"key_ranges": ranges(1)} | OFFSETS, 1, False),
+        ((), {"key_ranges": ranges(4)} | OFFSETS, 1, True),
+        ((), {"kinds": kinds(2, 1)} | OFFSETS, 1, False),
+        ((), {"query_ranges": ranges(4)} | OFFSETS, 1, True),
     ],
 )
-def test_bounds_are_computed_once_for_what_shares_them(lead, given, entries, heads, group):
+def test_lists_are_made_once_for_what_shares_them(lead, given, entries, by_head, of_keys):
     problem, inputs = posed(lead, (4, 2), 300, 300, **given)
-    made = []
-    bounds = query_bounds.launch(
-        lambda *arguments: made.append(arguments),
-        problem,
-        CONFIG,
-        modifiers.arguments_of(problem, inputs.modifiers),
-        (5, -7),
-        *inputs[4:7],
-    )
-    passed = QueryBoundsArguments(*made[0])
-    assert passed[3:6] == (300, 300, group)
-    assert all(t is given for t, given in zip(passed[6:9], inputs[4:7], strict=True))
-    assert passed[9:] == (5, -7)
-    extremes, computed = passed[:2]
-    tiles, blocks = (300 // CONFIG.tile_n + 3, 300 // CONFIG.tile_m + 2) if problem.is_packed else (3, 3)
-    assert extremes.shape == (entries, heads, blocks, 4)
-    assert computed.shape == (entries, heads, tiles, 4)
-    assert bounds.shape == (tiles, 4, 2, 1 if problem.is_packed else 2)
-    assert bounds.data_ptr() == computed.data_ptr()
+    problem, made = replace(problem, mask=Mask(5, -7), deterministic=True), []
+    tensors = modifiers.arguments_of(problem, inputs.modifiers, inputs.blocks)
+    kernel = block_lists.kernel_of(problem, TILE, of_keys)
+    found = block_lists.with_lists(lambda *arguments: made.append(arguments), kernel, problem, tensors, inputs)
+    (passed,) = (BlockListsArguments(*arguments) for arguments in made)
+    heads, group = ((2, 2) if of_keys else (4, 1)) if by_head else (1, 1)
+    assert (passed.seqlen_q, passed.seqlen_k, passed.group) == (300, 300, group)
+    assert all(t is given for t, given in zip(passed[9:12], inputs[4:7], strict=True))
+    assert passed[12:] == (5, -7)
+    hiding = {name: t for name, t in tensors._asdict().items() if t is not None}
+    assert {name: t for name, t in passed.modifiers._asdict().items() if t is not None} == hiding
+    blocks = [300 // size + 3 if problem.is_packed else -(-300 // size) for size in TILE]
+    assert passed.of_queries.shape == (entries, heads, blocks[0], 4)
+    assert (passed.of_keys is not None) == problem.has_query_ranges
+    assert passed.of_keys is None or passed.of_keys.shape == (entries, heads, blocks[1], 4)
+    tiles, visited = reversed(blocks) if of_keys else blocks
+    assert passed.numbers.shape == (entries, heads, tiles, visited)
+    assert passed.counts.shape == (entries, heads, tiles, 2)
+    assert (passed.turns is not None) == of_keys
+    for name in ("numbers", "counts", "turns") if of_keys else ("numbers", "counts"):
+        own, view = getattr(passed, name), getattr(found, name)
+        assert view.shape == (*own.shape[:1:-1], 2 if of_keys else 4, 1 if problem.is_packed else 2)
+        assert view.data_ptr() == own.data_ptr()
+        assert (view.stride(2) > 0, view.stride(3) > 0) == (by_head, entries > 1 or problem.is_packed)
+    assert found._replace(numbers=None, counts=None, turns=None) == tensors
 
 
-@pytest.mark.parametrize("name", [*(name for name in Modifiers._fields if name != "query_ranges"), None])
+@pytest.mark.parametrize("name", [*Modifiers._fields, None])
 def test_each_modifier_alone_reaches_the_kernel(name):
-    given = {
-        "seqstart_k": LENGTHS[:2],
-        "key_ranges": ranges(2, 4),
-        "q_positions": LENGTHS.new_zeros(2, 300),
+    given = HIDING | {
         "alibi_slopes": torch.zeros(4),
         "bias": torch.zeros(1, 1, 1, 300),
         "dropout_state": torch.tensor([1, 2]),
@@ -117,7 +142,7 @@ def test_what_a_kernel_adds_for_pairs_becomes_the_gradient_of_terms(sizes, is_pa
     problem = replace(problem, deterministic=is_deterministic)
     terms = modifiers.gradients_of_terms(problem, BackwardConfigSm80(), inputs)
     given = modifiers.arguments_of(problem, inputs.modifiers)
-    passed = modifiers.backward_arguments(problem, given, None, terms)
+    passed = modifiers.backward_arguments(problem, given, terms)
     of_slopes, of_bias = passed.dslopes, passed.dbias
     assert passed.slopes is given.slopes
     assert passed.bias is given.bias
@@ -134,12 +159,28 @@ def test_what_a_kernel_adds_for_pairs_becomes_the_gradient_of_terms(sizes, is_pa
     assert modifiers.gradients_of_terms(constant, BackwardConfigSm80(), inputs) == (None, None)
 
 
-@pytest.mark.parametrize("name", ["seqstart_k", "key_ranges", "q_positions"])
+@pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_tiles_that_take_turns_visit_every_block(deterministic, name):
-    given = {"seqstart_k": LENGTHS[:2], "key_ranges": ranges(2, 4), "q_positions": LENGTHS.new_zeros(2, 300)}
-    problem, _ = posed((2,), (4, 2), 300, 300, **{name: given[name]})
-    kernel = query_bounds.kernel_of(replace(problem, deterministic=deterministic, mask=Mask(3, None)), CONFIG)
-    assert kernel.visits_all == deterministic
-    assert kernel.fields == ({"seqstart_k": "starts", "key_ranges": "ranges", "q_positions": "positions"}[name],)
+@pytest.mark.parametrize("name", HIDING)
+def test_what_a_kernel_of_lists_depends_on(name, deterministic, of_keys):
+    problem, _ = posed((2,), (4, 2), 300, 300, **{name: HIDING[name]})
+    problem = replace(problem, deterministic=deterministic, mask=Mask(3, None))
+    kernel = block_lists.kernel_of(problem, TILE, of_keys)
+    field = {"seqstart_k": "starts", "key_ranges": "ranges", "q_positions": "positions"}.get(name, name)
+    assert kernel.fields == (field,)
+    assert kernel.block_size == ((64, 128) if name == "kinds" else None)
+    assert kernel.in_turns == (of_keys and deterministic)
     assert (kernel.has_window_left, kernel.has_window_right) == (True, False)
+    assert kernel[:4] == (*TILE, of_keys, False)
+    assert not kernel.has_bits
+    # a forward finds the blocks of intervals by itself
+    has_requests = of_keys or name in ("query_ranges", "kinds")
+    assert len(block_lists.compile_requests(problem, TILE, of_keys, "sm_90a")) == has_requests
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_calls_of_a_window_have_no_lists(of_keys):
+    problem, _ = posed((2,), (4, 2), 300, 300, alibi_slopes=torch.zeros(4))
+    problem = replace(problem, mask=Mask(3, 0), deterministic=True)
+    assert block_lists.compile_requests(problem, TILE, of_keys, "sm_90a") == []
+    assert block_lists.prepared(problem, TILE, of_keys, "sm_90a") is None

@@ -170,8 +170,8 @@ def test_not_if_the_heuristics_choose_something_else_now():
 def test_an_entry_from_before_a_field_was_added_still_holds():
     """A field that an entry lacks has its default value."""
     fields = [f.name for f in dataclasses.fields(USUAL)]
-    assert fields[-1] == "p_codes"
-    found, older = entry(), f" {fields[-1]}=False"
+    assert fields[-1] == "blocks_per_sm"
+    found, older = entry(), f" {fields[-1]}=1"
     assert older in found.config
     assert older in found.instead_of
     texts = {name: getattr(found, name).replace(older, "") for name in ("config", "instead_of")}

@@ -60,7 +60,7 @@ DISPATCH = (
 ELEMENTS = ("tests/device/test_elements_in_python.py",)
 LOOKUPS = ("tests/device/test_lookups_in_python.py",)
 MODIFIERS = (*ELEMENTS, "tests/device/test_hidden_values.py", "tests/device/test_sm80_modifiers.py")
-BOUNDS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_query_bounds_values.py", *LOOKUPS)
+LISTS = ("tests/launch/test_modifier_arguments.py", "tests/device/test_block_lists_values.py", *LOOKUPS)
 LAUNCH = (
     "tests/launch/test_kernel_keys.py",
     "tests/launch/test_argument_values.py",
@@ -273,9 +273,9 @@ AREAS = (
             ),
             Group(
                 ("onepass/kernels/launch/modifiers.py",),
-                ("tests/launch/test_argument_values.py", *BOUNDS[:1], *MODIFIERS),
+                ("tests/launch/test_argument_values.py", *LISTS[:1], *MODIFIERS),
             ),
-            Group(("onepass/kernels/launch/query_bounds.py",), BOUNDS),
+            Group(("onepass/kernels/launch/block_lists.py",), LISTS),
             Group(
                 ("onepass/kernels/launch/float32_halves.py",),
                 ("tests/launch/test_launch.py", "tests/device/test_float32_halves_values.py"),
@@ -312,8 +312,8 @@ AREAS = (
                 ("tests/device/test_backward_protocol.py",),
             ),
             Group(
-                ("onepass/kernels/device/memory_bound/query_bounds.py",),
-                (*BOUNDS[1:], "tests/device/test_sm80_modifiers.py"),
+                ("onepass/kernels/device/memory_bound/block_lists.py",),
+                (*LISTS[1:], "tests/device/test_sm80_modifiers.py"),
             ),
             Group(
                 (

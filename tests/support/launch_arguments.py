@@ -4,8 +4,9 @@ import functools
 
 import torch
 
+from onepass.kernels.launch import block_lists
 from onepass.kernels.launch.arguments import element_type
-from onepass.problem import AttentionInputs, Modifiers
+from onepass.problem import AttentionInputs, Blocks, Modifiers
 
 
 def assert_as_traced(wanted, launch, requests):
@@ -39,9 +40,14 @@ def assert_as_traced(wanted, launch, requests):
             "q_positions": lengths.new_zeros(*sequences) if wanted.has_q_positions else None,
             "alibi_slopes": torch.zeros(4) if wanted.has_alibi else None,
             "bias": torch.zeros(*rows, 4, *sequences[-1:] * 2, dtype=wanted.bias_dtype) if wanted.has_bias else None,
+            "query_ranges": lengths.new_zeros(*rows, 4, sequences[-1], 2) if wanted.has_query_ranges else None,
             "dropout_state": torch.zeros(2, dtype=torch.int64) if wanted.dropout_p else None,
         }
-        inputs = inputs._replace(modifiers=Modifiers(**given))
+        blocks = None
+        if wanted.block_size is not None:
+            bits = lengths.new_zeros(1, 1, sequences[-1], 5) if wanted.has_block_bits else None
+            blocks = Blocks(torch.zeros(2, 4, 3, 3, dtype=torch.int8), wanted.block_size, bits)
+        inputs = inputs._replace(modifiers=Modifiers(**given), blocks=blocks)
     lse = torch.zeros(4, 140) if wanted.is_packed else torch.zeros(2, 4, 70)
     passed = {}
     kernels = {request.name: functools.partial(keep, passed, request.name) for request in requests}
@@ -54,6 +60,14 @@ def assert_as_traced(wanted, launch, requests):
         assert described(passed[name]) == described(stand_ins[:-1]), name
 
 
+def lists_by(kernels, wanted, config):
+    """What a launch of a backward gets as `block_lists`; None if its requests have no such kernel."""
+    if "block_lists" not in kernels:
+        return None
+    kernel = block_lists.kernel_of(wanted, (config.tile_m, config.tile_n), True)
+    return functools.partial(block_lists.with_lists, kernels["block_lists"], kernel, wanted)
+
+
 def described(argument):
     """The dimensions and the type of a tensor, or of what stands for one, and the type of a number."""
     import cutlass
@@ -63,7 +77,7 @@ def described(argument):
     if argument is None:
         return None
     if isinstance(argument, torch.Tensor):
-        integers = {torch.int32: cutlass.Int32, torch.int16: cutlass.Int16}
+        integers = {torch.int32: cutlass.Int32, torch.int16: cutlass.Int16, torch.int8: cutlass.Int8}
         return argument.dim(), integers.get(argument.dtype) or element_type(argument.dtype)
     if hasattr(argument, "shape"):
         return len(argument.shape), argument.element_type

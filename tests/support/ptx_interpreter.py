@@ -489,6 +489,10 @@ class Warp:
                 a, np.minimum(count, bits - 1).astype(a.dtype)
             )
             return shifted if kind[0] == "s" else np.where(count >= bits, a.dtype.type(0), shifted)
+        if name == "shf":
+            assert opcode[1:3] == ("l", "wrap"), opcode
+            low, high, count = (self.value(o).astype(uint64) for o in operands)
+            return ((high << uint64(32) | low) << (count & uint64(31)) >> uint64(32)).astype(uint32)
         if name == "prmt":
             a, b, selector = (self.value(o) for o in operands)
             both = (a.astype(uint64) | b.astype(uint64) << uint64(32)).view(np.uint8).reshape(-1, 8)
