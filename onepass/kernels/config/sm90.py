@@ -234,7 +234,7 @@ class ForwardConfigSm90(LaunchConfig):
         may_share = may_share and not (self.transposes_v or problem.has_e4m3_cache)
         if self.blocks_per_sm not in (1, 2) or (self.blocks_per_sm == 2 and not may_share):
             raise UnsupportedError(
-                "blocks_per_sm: expected 1, or 2 with one warpgroup and a producer, which neither transpose nor convert, "
+                "blocks_per_sm: expected 1, or 2 with one warpgroup and a producer, which do not transpose or convert, "
                 f"got {self}"
             )
         # of each thread block on a multiprocessor, the system takes 1 KiB
