@@ -131,7 +131,7 @@ class BlockMask:
 
         if mask.mask_mod is not noop_mask:
             raise UnsupportedError(
-                f"mask_mod: expected none (blocks are empty or full here), got {mask.mask_mod!r}; ranges say many masks"
+                f"mask_mod: expected none, got {mask.mask_mod!r}; from_ranges says many masks, from_dense any"
             )
         kv_blocks = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
         seen = _listed(mask.kv_num_blocks, mask.kv_indices, kv_blocks)
