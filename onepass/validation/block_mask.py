@@ -78,6 +78,11 @@ class BlockMask:
             indices: (batch or 1, heads, q_blocks, most blocks) integers: their numbers, before anything else.
             kv_blocks: the number of blocks of keys.
         """
+        for name, t, dims in (("counts", counts, 3), ("indices", indices, 4)):
+            check_tensor(name, t)
+            if t.dtype not in (torch.int32, torch.int64) or t.dim() != dims or t.shape[:3] != counts.shape:
+                expected = "int32 or int64, (batch, heads, q_blocks" + (", most blocks)" if dims == 4 else ")")
+                raise ValueError(f"{name}: expected {expected}, got {short_name(t.dtype)}, shape {shape_of(t)}")
         return cls(_listed(counts, indices, kv_blocks).to(torch.int8) * FULL, block_size)
 
     @classmethod
@@ -98,6 +103,11 @@ class BlockMask:
         """
         q_block, kv_block = _checked_size(block_size)
         found = []
+        for name, t, rows in (("key_ranges", key_ranges, seqlen_q), ("query_ranges", query_ranges, seqlen_k)):
+            if t is not None:
+                _check(name, t, torch.int32, f"{rows}, 2")
+                if t.shape[2:] != (rows, 2):
+                    raise ValueError(f"{name}: expected (batch, heads, {rows}, 2), got shape {shape_of(t)}")
         if key_ranges is not None:
             found.append(_coverage(key_ranges, q_block, kv_block, seqlen_k))
         if query_ranges is not None:
@@ -232,8 +242,8 @@ def blocks_of_call(
     Args: given: the modifiers of the call, those with the mask's ranges not yet checked.
     """
     if not isinstance(mask, BlockMask):
-        is_torchs = type(mask).__name__ == "BlockMask"
-        hint = " (onepass.BlockMask.from_torch takes torch's)" if is_torchs else ""
+        maker = "from_dense" if isinstance(mask, Tensor) else "from_torch" if type(mask).__name__ == "BlockMask" else ""
+        hint = f" (onepass.BlockMask.{maker} makes one of it)" if maker else ""
         raise TypeError(f"block_mask: expected a onepass.BlockMask or None, got {type(mask).__name__}{hint}")
     kinds = _of_query_heads("kinds", mask.kinds, mask.block_size, f"blocks of {mask.block_size}", q, k, cu_seqlens_q)
     bits = mask.bits
@@ -266,6 +276,8 @@ def _of_query_heads(
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     needed = [-(-length // size) for length, size in zip((q.shape[-3], k.shape[-3]), unit, strict=True)]
     agrees = t.shape[0] in (1, batch) and t.shape[1] in (1, heads_kv, heads_q)
+    # of packed sequences only the device knows how many are needed
+    agrees = agrees and (all(t.shape[2:]) or not all(needed))
     if not agrees or (not is_packed and list(t.shape[2:]) != needed):
         sizes = "rows, columns" if is_packed else ", ".join(map(str, needed))
         heads = " or ".join(map(str, dict.fromkeys((1, heads_kv, heads_q))))

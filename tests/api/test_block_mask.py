@@ -110,6 +110,8 @@ def test_packed_sequences(batch, heads):
     few = BlockMask.from_blocks(random_blocks(1, 1, 3, 2), (64, 64))
     with pytest.raises(ValueError, match=r"block_mask: expected at least 3 x 3 blocks of \(64, 64\) for the longest"):
         onepass.attention_varlen(**tensors, **options | {"block_mask": few})
+    with pytest.raises(ValueError, match=r"block_mask: expected kinds of shape .* got \(1, 1, 0, 2\)"):
+        onepass.attention_varlen(**tensors, **options | {"block_mask": replace(few, kinds=few.kinds[:, :, :0])})
     pairs = random_pairs(random.Random(batch * heads), (batch, heads), 170, 150, (64, 64))
     options["block_mask"] = dense_mask(pairs, (64, 64))
     Call(tensors, options).check(with_floor=True)
@@ -300,7 +302,7 @@ def test_blocks_of_torch():
     with pytest.raises(UnsupportedError, match="mask_mod: expected none"):
         BlockMask.from_torch(replace_mask_mod(flex, theirs))
     with pytest.raises(
-        TypeError, match=r"block_mask: .* got BlockMask \(onepass\.BlockMask\.from_torch takes torch's\)"
+        TypeError, match=r"block_mask: .* got BlockMask \(onepass\.BlockMask\.from_torch makes one of it\)"
     ):
         onepass.attention(*(randn(1, 64, 1, 8) for _ in range(3)), block_mask=theirs)
 
@@ -379,6 +381,17 @@ def test_makers_refuse():
         BlockMask.from_dense(torch.ones(1, 1, 9, 9, dtype=torch.bool), 64)
     with pytest.raises(TypeError, match="key_ranges: expected an int32"):
         BlockMask.from_ranges(3, 4)
+    ranges = torch.zeros(1, 1, 4, 2).int()
+    with pytest.raises(ValueError, match=r"key_ranges: expected \(batch, heads, 3, 2\), got shape \(1, 1, 4, 2\)"):
+        BlockMask.from_ranges(3, 4, key_ranges=ranges)
+    with pytest.raises(ValueError, match=r"query_ranges: expected \(batch, heads, 3, 2\), got shape \(1, 1, 4, 2\)"):
+        BlockMask.from_ranges(4, 3, query_ranges=ranges)
+    with pytest.raises(TypeError, match="key_ranges: expected dtype int32, got int64"):
+        BlockMask.from_ranges(4, 4, key_ranges=ranges.long())
+    counts, indices = torch.ones(1, 2, 3).int(), torch.zeros(1, 2, 3, 4).int()
+    for bad in ((counts.float(), indices), (counts[0], indices[0]), (counts, indices[:, :1]), (counts, indices.bool())):
+        with pytest.raises(ValueError, match=r"s: expected int32 or int64, \(batch, heads, q_blocks"):
+            BlockMask.from_indices(*bad, 4)
 
 
 MASK = BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool), (64, 64))
@@ -389,6 +402,7 @@ DENSE = BlockMask.from_dense(torch.ones(1, 1, 100, 100, dtype=torch.bool), (64, 
     ("options", "error", "message"),
     [
         ({"block_mask": True}, TypeError, "block_mask: expected a onepass.BlockMask or None, got bool"),
+        ({"block_mask": MASK.kinds > 0}, TypeError, "got Tensor (onepass.BlockMask.from_dense makes one of it)"),
         (
             {"block_mask": replace(MASK, kinds=MASK.kinds[:, :, :1])},
             ValueError,

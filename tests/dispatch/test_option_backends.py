@@ -61,6 +61,15 @@ def test_ranges_of_queries_are_for_hopper(gpu, is_packed, capability, name):
     assert dispatch.backend_of_backward("sm80", problem) == "tiled"
 
 
+def test_more_sequences_than_a_grid_has_room_for(gpu):
+    gpu(9, 0)
+    many = dict.fromkeys("qkv", (65536, 64, 1, 64)) | {"dtype": BF16}
+    assert support_of("attention", many, None).backend == "sm90"
+    support = support_of("attention", many | {"query_ranges": (1, 1, 64, 2)}, None)
+    assert support.backend == "tiled"
+    assert "sm90: batch: expected up to 65535, got 65536" in support.reason
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize(("function", "option"), [(f, o) for f, o in CALLS if f != "attention_decode"])
 def test_kernels_compute_the_gradients_of_every_option(gpu, monkeypatch, function, option, dtype):

@@ -19,6 +19,7 @@ from ..config import VECTOR_BYTES
 
 _E4M3 = torch.float8_e4m3fn
 LOG2_E = math.log2(math.e)
+MAX_GRID = 65535  # CUDA limits the second and third dimension of a grid
 
 
 def in_order(arguments: type, constants: dict[str, Any]) -> Callable[..., tuple]:
@@ -39,6 +40,14 @@ def _returns_in_order(arguments: type) -> Any:
     fields, defaults = arguments._fields, arguments._field_defaults
     parameters = ", ".join(f"{name}=None" if name in defaults else name for name in fields)
     return eval(f"lambda {parameters}: ({', '.join(fields)},)", {})
+
+
+def beyond_grid(problem: AttentionProblem) -> str | None:
+    """Why kernels whose grids have a dimension for heads and one for batch entries do not run; None if they do."""
+    for name, size in (("num_heads", problem.num_heads_q), ("batch", problem.batch)):
+        if size > MAX_GRID:
+            return f"{name}: expected up to {MAX_GRID}, got {size}"
+    return None
 
 
 def window_bounds(problem: AttentionProblem) -> tuple[int | None, int | None]:

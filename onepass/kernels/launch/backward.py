@@ -20,6 +20,7 @@ from ..config import BackwardConfigSm80, BackwardConfigSm90
 from . import modifiers
 from .arguments import (
     aligned,
+    beyond_grid,
     element_type,
     fake_integers,
     fake_tensor,
@@ -28,15 +29,7 @@ from .arguments import (
     traced,
 )
 
-MAX_GRID = 65535  # CUDA limits the grid dimensions that preprocess and postprocess use for heads and batch
-
-
-def unsupported(problem: AttentionProblem) -> str | None:
-    """Why the kernels do not compute the gradients of this problem; None if they do."""
-    for name, size in (("num_heads", problem.num_heads_q), ("batch", problem.batch)):
-        if size > MAX_GRID:
-            return f"{name}: expected up to {MAX_GRID}, got {size}"
-    return None
+unsupported = beyond_grid  # of preprocess and postprocess
 
 
 def without_keys(

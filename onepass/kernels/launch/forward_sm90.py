@@ -25,6 +25,7 @@ from ..heuristics import tuned
 from . import block_lists, float32_halves, modifiers, quantize
 from .arguments import (
     aligned,
+    beyond_grid,
     element_type,
     fake_tensor,
     in_order,
@@ -56,7 +57,7 @@ def unsupported(problem: AttentionProblem) -> str | None:
         return f"head_dim_v: expected a multiple of 16 above 128 in float32, got {problem.head_dim_v}"
     if problem.softcap is None and problem.softmax_scale <= 0:
         return f"softmax_scale: expected a number above 0, got {problem.softmax_scale}"
-    return None
+    return beyond_grid(problem) if problem.has_lists else None
 
 
 def _unsupported_fp8(problem: AttentionProblem) -> str | None:

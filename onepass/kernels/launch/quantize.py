@@ -20,10 +20,10 @@ from ..arguments import KeysLastArguments, QuantizeArguments
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
 from ..config.arch import arch_of
-from .arguments import aligned, element_type, fake_integers, fake_tensor, traced
+from .arguments import MAX_GRID, aligned, element_type, fake_integers, fake_tensor, traced
 
 MAX_HEAD_DIM = 256
-MAX_GRID = 65535  # CUDA limits the second and third dimension of a grid
+
 assert SCALE_BLOCK == V_KEYS
 
 
