@@ -163,7 +163,8 @@ BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 3, 30, 50
 
 def place_of(device, head, entry, is_packed):
     geometry = device.mask.Geometry(SEQLEN_Q, SEQLEN_K, None, None)
-    return device.modifiers.place_of(head, SEQLEN_Q * entry if is_packed else entry, entry, geometry, is_packed)
+    origins = (SEQLEN_Q * entry, SEQLEN_K * entry) if is_packed else (entry, entry)
+    return device.modifiers.place_of(head, *origins, entry, geometry, is_packed)
 
 
 def rows_first(values, is_packed):
@@ -218,7 +219,7 @@ def test_blocks_of_keys(device, seqlen_k):
     """The blocks that a tile visits hold all keys that its queries see, and the clear ones no other key."""
     rng = np.random.default_rng(0)
     geometry = device.mask.Geometry(SEQLEN_Q, seqlen_k, None, None)
-    place, tile_n = device.modifiers.place_of(0, 0, 0, geometry, False), 4
+    place, tile_n = device.modifiers.place_of(0, 0, 0, 0, geometry, False), 4
     for _ in range(300):
         ranges = np.sort(rng.integers(0, seqlen_k + 1, (2, 1, SEQLEN_Q, 2)), 3)  # some are empty
         if rng.random() < 0.5:
