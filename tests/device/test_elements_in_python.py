@@ -106,8 +106,11 @@ def device(monkeypatch):
             "cute": kernel_language,
             "Float32": Float,
             "Int32": int,
+            "Uint32": lambda value: value & 0xFFFFFFFF,
+            "Uint64": int,
         }.items():
             monkeypatch.setattr(module, name, stand_in, raising=False)
+    monkeypatch.setattr(modifiers.Modifiers, "hide_by_key", modifiers.Modifiers.hide_by_key.__wrapped__)
     rows = modules["backward_rows"]
     monkeypatch.setattr(rows, "sequence_of_block", rows.sequence_of_block.__wrapped__)
     return SimpleNamespace(**modules)
@@ -212,6 +215,43 @@ def test_intervals(device, is_packed, names):
                     for r, c, row, col in places:
                         pair = (col, row) if has_keys_in_rows else (row, col)
                         assert found[r, c] == (COLUMNS * r + c if seen[pair] else -9.0), pair
+
+
+@pytest.mark.parametrize(
+    "names", [("query_ranges",), ("kinds",), ("kinds", "bits"), ("query_ranges", "kinds", "bits")], ids=str
+)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_pairs_that_ranges_of_queries_and_blocks_hide(device, is_packed, names):
+    rng, size, words = np.random.default_rng(0), 16, -(-SEQLEN_K // 32)
+    ranges = np.sort(rng.integers(-2, SEQLEN_Q + 2, (BATCH, SEQLEN_K, 2, HEADS)), 2)
+    kinds = rng.choice([0, 1, 1, 1, 2], (-(-SEQLEN_Q // size), -(-SEQLEN_K // size), HEADS, BATCH))
+    bits = rng.integers(-(2**31), 2**31, (SEQLEN_Q, words, HEADS, BATCH))
+    tensors = {"query_ranges": rows_first(ranges, is_packed), "kinds": Values(kinds), "bits": Values(bits)}
+    tensors = device.modifiers.ModifierTensors(**{name: tensors[name] for name in names})
+    modifiers = device.modifiers.Modifiers(tensors, (None, None), False, (size, size))
+    query, key = np.arange(SEQLEN_Q)[:, None], np.arange(SEQLEN_K)
+    for head, entry in itertools.product(range(HEADS), range(BATCH)):
+        seen = np.full((SEQLEN_Q, SEQLEN_K), True)
+        if "query_ranges" in names:
+            low, high = ranges[entry, :, :, head].T
+            seen &= (low <= query) & (query < high)
+        if "kinds" in names:
+            kind = kinds[query // size, key // size, head, entry]
+            bit = bits[query, key // 32, head, entry] >> (key % 32) & 1
+            seen &= (kind == 2) | ((kind == 1) & ((bit == 1) | ("bits" not in names)))
+        place = place_of(device, head, entry, is_packed)
+        for i, j in rng.integers((SEQLEN_Q, SEQLEN_K), size=(40, 2)).tolist():
+            for pairs, other in ((modifiers.pairs_of_key(place, j), i), (modifiers.pairs_of_query(place, i), j)):
+                assert pairs.score(Float(1.0), other) == (1.0 if seen[i, j] else -math.inf), (i, j)
+        seen = np.pad(seen, ((0, 80 - SEQLEN_Q), (0, 80 - SEQLEN_K)))
+        for has_keys_in_rows in (False, True):
+            for _, rows, start, places in itertools.chain(threads(0, 0), threads(16, 16), threads(32, 0)):
+                block = device.modifiers.Block(rows, start, [place, place], has_keys_in_rows)
+                found = scores()
+                device.modifiers.Modifiers.hide.__wrapped__(modifiers, found, block, -9.0)
+                for r, c, row, col in places:
+                    pair = (col, row) if has_keys_in_rows else (row, col)
+                    assert found[r, c] == (COLUMNS * r + c if seen[pair] else -9.0), pair
 
 
 @pytest.mark.parametrize("seqlen_k", [SEQLEN_K, 1, 0])
