@@ -324,9 +324,8 @@ def test_descales_of_a_cache(device, kind):
         assert total[0] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("of_keys", [False, True])
-@pytest.mark.parametrize("seed", [0, 3, 12, 41, 53, 65, 66, 181, 281, 311])
-def test_lists_of_blocks(device, seed, of_keys):
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 14, 17, 23, 24, 41, 43, 46, 48, 66, 69, 113, 133, 141, 175, 181, 183])
+def test_lists_of_blocks(device, seed):
     def run(kernel, *arguments):
         given = block_lists_kernel.with_arbitrary_values(BlockListsArguments(*arguments))
         code = device.lists.BlockLists(*kernel[:6])
@@ -359,7 +358,8 @@ def test_lists_of_blocks(device, seed, of_keys):
         kernel = block_lists.kernel_of(problem, tile, of_keys)
         return functools.partial(block_lists.with_lists, functools.partial(run, kernel), kernel, problem)
 
-    check(RandomCall(seed), TILES[seed % 4], of_keys, prepared)
+    for of_keys in (False, True):
+        check(RandomCall(seed), TILES[seed % 4], of_keys, prepared)
 
 
 def test_tiles_of_packed_sequences_find_their_lists(device):
@@ -392,6 +392,36 @@ def test_tiles_of_packed_sequences_find_their_lists(device):
         for i, m in enumerate(numbers[:, number, head, 0]):
             assert kernel.query_block(tile, i) == m
             assert kernel.turn_of(tile, i) == turns[block, start_q // tile_m + sequence + m, head, 0]
+
+
+def test_tiles_of_an_entry_find_their_lists(device):
+    rng = np.random.default_rng(0)
+    numbers, turns = (rng.integers(0, 9, (9, 9, 2, 3)) for _ in range(2))
+    kernel = device.tiles.KeyTiles()
+    kernel.is_packed, kernel.has_lists, kernel.tile_n = False, True, 64
+    kernel.lists = SimpleNamespace(numbers=View(numbers), turns=View(turns))
+    for n, head, entry, i in itertools.product(range(4), range(2), range(3), range(9)):
+        names = {"n_block": n, "head_kv": head, "first_m_block": 0, "sequence": entry}
+        tile = SimpleNamespace(**names, origin_q=entry, origin_k=entry)
+        assert kernel.query_block(tile, i) == numbers[i, n, head, entry]
+        assert kernel.turn_of(tile, i) == turns[n, numbers[i, n, head, entry], head, entry]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_tiles_of_a_forward_find_their_lists(monkeypatch, is_packed):
+    from onepass.kernels.device.sm90.forward import kernel as forward
+
+    monkeypatch.setattr(forward, "Int32", int)
+    numbers = np.random.default_rng(0).integers(0, 99, (9, 9, 2, 1 if is_packed else 4))
+    modifiers = SimpleNamespace(tensors=SimpleNamespace(numbers=View(numbers)))
+    kernel = object.__new__(forward.ForwardSm90)
+    kernel.is_packed, kernel.has_lists, kernel.tile_m = is_packed, True, 64
+    origin, sequence, number, entry = (130, 3, 2 + 3 + 1, 0) if is_packed else (3, None, 1, 3)
+    tile = SimpleNamespace(m_block=1, head=1, origin_q=origin, sequence=sequence)
+    for i in range(9):
+        assert kernel.key_block(tile, i, modifiers) == numbers[i, number, 1, entry]
+    kernel.has_lists = False
+    assert kernel.key_block(tile, 7, modifiers) == 7
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.25])

@@ -49,7 +49,7 @@ class Draw:
         )
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         flags = StagedFlags(Modifiers(tensors, (None, None)), sFlags[None, None, warp], lane)
-        place = Place(Int32(HEAD), Int32(0), Int32(0), Int32(ENTRY), Int32(0), Int32(0))
+        place = Place(Int32(HEAD), Int32(0), Int32(0), Int32(0), Int32(ENTRY), Int32(0), Int32(0))
         key = warp * KEYS + lane // 4
         words = cute.make_rmem_tensor((self.queries // 4,), Int32)
         for number in cutlass.range(BLOCKS, unroll=1):
