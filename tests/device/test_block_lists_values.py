@@ -257,7 +257,8 @@ def test_lists_have_the_blocks_that_are_visible(first):
             check(RandomCall(seed), TILES[seed % 4], of_keys, prepared)
 
 
-@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.sampled(quick=1, slow=1)
+@pytest.mark.parametrize("of_keys", [True, False])
 def test_packed_sequences_with_all_that_hides_pairs(of_keys):
     call = RandomCall(423, NAMES, is_packed=True)
     assert call.problem.deterministic
@@ -265,7 +266,8 @@ def test_packed_sequences_with_all_that_hides_pairs(of_keys):
     check(call, TILES[1], of_keys, block_lists_kernel.prepared)
 
 
-@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.sampled(quick=1, slow=1)
+@pytest.mark.parametrize("of_keys", [True, False])
 def test_more_blocks_than_a_warp_has_lanes(of_keys):
     call = RandomCall(177, ("key_ranges", "query_ranges"), is_packed=False)
     assert call.problem.deterministic
