@@ -178,6 +178,8 @@ def forward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Forwar
     is_causal = problem.mask.window_right is not None or problem.has_intervals
     # only the total length of packed sequences is known here: take their mean
     seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
+    if problem.has_query_ranges and dims == (64, 64):
+        seqlen_k = min(seqlen_k, 8192)  # at 24576, 16 rollouts of a prompt: 511 TFLOP/s (longer causal calls' row: 493)
     row = row_of(FORWARD_SM90.get(dims, ()), is_causal, seqlen_k)
     if row is not None:
         return _modified(_adapted(row.config, problem), problem)
