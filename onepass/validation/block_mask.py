@@ -124,8 +124,9 @@ class BlockMask:
     def from_dense(cls, mask: Tensor, block_size: BlockSize = (128, 128)) -> BlockMask:
         """A mask of any pairs, in one bit for each. The host does not wait for a device.
 
-        Args: mask: (batch or 1, num_heads_q, num_heads_kv or 1, seqlen_q, seqlen_k) bool, True where a query sees a
-            key. Packed sequences count both from their first ones, and there are enough for the longest one.
+        Args:
+            mask: (batch or 1, num_heads_q, num_heads_kv or 1, seqlen_q, seqlen_k) bool, True where a query sees a key.
+                Packed sequences count both from their first ones, and there are enough for the longest one.
         """
         _check("mask", mask, torch.bool, "seqlen_q, seqlen_k")
         block_size = _checked_size(block_size)
