@@ -19,7 +19,7 @@ UNIT = 64  # blocks have multiples of it
 BlockSize = tuple[int, int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
     """Blocks of queries and keys, each of which is empty, partial or full.
 
@@ -50,7 +50,7 @@ class BlockMask:
     key_ranges: Tensor | None = None
     query_ranges: Tensor | None = None
     bits: Tensor | None = None
-    is_of_ranges: bool = field(default=False, init=False, repr=False)
+    is_of_ranges: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         _check("kinds", self.kinds, torch.int8, "q_blocks, kv_blocks")
@@ -149,6 +149,12 @@ class BlockMask:
         if mask.full_kv_num_blocks is not None:
             seen = seen | _listed(mask.full_kv_num_blocks, mask.full_kv_indices, kv_blocks)
         return cls.from_blocks(seen, tuple(mask.BLOCK_SIZE))
+
+    def __repr__(self) -> str:
+        """Shapes and no values, for which the host would wait."""
+        named = zip(("kinds", "key_ranges", "query_ranges", "bits"), self.tensors, strict=True)
+        shapes = [f"{name}: {shape_of(t)}" for name, t in named if t is not None]
+        return f"BlockMask({', '.join(shapes)}, blocks of {self.block_size})"
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -398,6 +398,11 @@ MASK = BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool), (64, 64))
 DENSE = BlockMask.from_dense(torch.ones(1, 1, 100, 100, dtype=torch.bool), (64, 64))
 
 
+def test_a_mask_is_named_by_its_shapes():
+    assert repr(MASK) == "BlockMask(kinds: (1, 1, 2, 2), blocks of (64, 64))"
+    assert repr(DENSE) == "BlockMask(kinds: (1, 1, 2, 2), bits: (1, 1, 100, 4), blocks of (64, 64))"
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
