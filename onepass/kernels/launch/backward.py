@@ -29,7 +29,7 @@ from .arguments import (
     traced,
 )
 
-unsupported = beyond_grid  # of preprocess and postprocess
+unsupported = beyond_grid  # preprocess and postprocess have grids of heads and batch entries
 
 
 def without_keys(

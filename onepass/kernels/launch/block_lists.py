@@ -43,7 +43,10 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(problem: AttentionProblem, tile: tuple[int, int], of_keys: bool) -> Kernel:
-    """Args: tile: queries of a block and keys of a block. of_keys: for a backward."""
+    """The key of the kernel that makes the lists of a problem.
+
+    Args: tile: queries of a block and keys of a block. of_keys: whether the lists are those of a backward.
+    """
     has = (
         problem.has_key_ranges,
         problem.has_q_positions,

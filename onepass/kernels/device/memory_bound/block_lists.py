@@ -86,7 +86,7 @@ class BlockLists:
             self.turns(a.turns, extremes, *given).launch(**self.grid(a.turns), stream=stream)
 
     def grid(self, found: cute.Tensor) -> dict:
-        """A warp for each row of (entries, heads, rows, ..)."""
+        """The launch in which each row of (entries, heads, rows, ..) has a warp."""
         return {
             "grid": [ceil_div(found.shape[2], WARPS), found.shape[1], found.shape[0]],
             "block": [WARPS * LANES, 1, 1],
@@ -274,7 +274,7 @@ class Pairs(Untraced):
 
     @cute.jit
     def kinds_of(self, m: Int32, n: Int32) -> tuple:
-        """The same by kinds alone."""
+        """Whether kinds let some pairs of these blocks be visible, and whether they let all be."""
         kernel, place, some, every = self.kernel, self.place, Boolean(False), Boolean(True)
         (q_block, kv_block), (most_q, most_k) = kernel.block_size, self.kinds.shape[:2]
         rows = blocks_of_tile(m, kernel.tile_m, q_block, minimum(most_q, ceil_div(place.seqlen_q, q_block)))
@@ -288,7 +288,10 @@ class Pairs(Untraced):
 
 
 def blocks_of_tile(tile: Int32, tile_size: int, block_size: int, count: Int32) -> list:
-    """The blocks of a mask, of so many, that a tile has rows of; some may be there twice."""
+    """The numbers of the mask's blocks that overlap a tile; some may be there twice.
+
+    Args: count: how many blocks the mask has.
+    """
     most = (
         max(1, tile_size // block_size)
         if max(tile_size, block_size) % min(tile_size, block_size) == 0
@@ -300,7 +303,7 @@ def blocks_of_tile(tile: Int32, tile_size: int, block_size: int, count: Int32) -
 
 
 def count_below(condition: Boolean) -> Int32:
-    """In how many lanes below this one the condition holds; for all lanes of a warp."""
+    """The number of lanes below this one in which the condition holds. All lanes of a warp must call it."""
     ballot = Int32(cute.arch.vote_ballot_sync(condition))
     return Int32(cute.arch.popc(ballot & ((Int32(1) << cute.arch.lane_idx()) - 1)))
 

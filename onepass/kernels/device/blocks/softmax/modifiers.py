@@ -70,7 +70,7 @@ class Block(NamedTuple):
 
 
 def bit_of(word: Uint32, number) -> Int32:
-    """A bit of a word: 0 or 1."""
+    """The bit of this number in a word: 0 or 1."""
     return Int32(word >> Uint32(number) & Uint32(1))
 
 
@@ -194,13 +194,13 @@ class Modifiers(Untraced):
         return Int32(kinds[i, j, place.head, minimum(place.entry, kinds.shape[3] - 1)])
 
     def word(self, place: Place, query, number) -> Uint32:
-        """The word of bits of this number of a query; past the last ones, the last one's."""
+        """The word with this number among the bits of a query; past the last row or word, that of the last one."""
         bits = self.tensors.bits
         row, column = maximum(minimum(query, bits.shape[0] - 1), 0), minimum(number, bits.shape[1] - 1)
         return Uint32(bits[row, column, place.head, minimum(place.entry, bits.shape[3] - 1)])
 
     def is_in_seen_block(self, place: Place, query, key) -> Boolean:
-        """Whether blocks let a query see a key."""
+        """Whether the kinds and bits of blocks let a query see a key."""
         kind = self.kind(place, query, key)
         if self.tensors.bits is None:
             return kind != 0
