@@ -133,7 +133,7 @@ def _by_masks(
 def _by_blocks(
     problem: AttentionProblem, inputs: AttentionInputs, out: Tensor, lse: Tensor, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`_by_operators` with a block_mask that says alone what is seen."""
+    """`_by_operators` for a call whose block_mask alone, with bounds on the rows, says which pairs are visible."""
     accum, is_16bit = problem.accum_dtype, problem.dtype.itemsize == 2
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # as in `_by_masks`
     dq, dk, dv = (t.zero_() for t in empty_gradients(inputs)[:3])

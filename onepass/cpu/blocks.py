@@ -83,7 +83,7 @@ class KeptBlocks:
         return t.permute(0, 3, 4, 1, 5, 2, 6).flatten(0, 3).transpose(1, 2)
 
     def rows(self, t: Tensor) -> Tensor:
-        """What `items` was given."""
+        """The tensor of rows from which `items` makes these items."""
         t = t.transpose(1, 2).unflatten(0, (*self.lead, self.q_blocks)).permute(0, 3, 5, 1, 2, 4, 6)
         return t.flatten(3, 5).flatten(1, 2)[:, : self.seqlen_q]
 
@@ -93,7 +93,7 @@ class KeptBlocks:
         return t.unflatten(1, (self.k_blocks, self.k_size)).permute(0, 3, 1, 2, 4).flatten(0, 2)
 
     def keys(self, t: Tensor) -> Tensor:
-        """What `blocks_of_keys` was given."""
+        """The tensor of keys from which `blocks_of_keys` makes these blocks."""
         t = t.unflatten(0, (*self.lead[:2], self.k_blocks)).permute(0, 2, 3, 1, 4)
         return t.flatten(1, 2)[:, : self.seqlen_k]
 

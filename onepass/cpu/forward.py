@@ -106,7 +106,7 @@ def _by_masks(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tenso
 
 
 def _by_blocks(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
-    """`by_operators` with a block_mask that says alone what is seen."""
+    """`by_operators` for a call whose block_mask alone, with bounds on the rows, says which pairs are visible."""
     out, lse = without_keys(*empty_outputs(problem, inputs), inputs.sinks, inputs.cu_seqlens_q)
     for piece in sequences(problem, inputs):
         rows, cols = [piece.rows(t) for t in (inputs.q, out)], [piece.cols(t) for t in (inputs.k, inputs.v)]

@@ -419,7 +419,7 @@ class _Bounds(NamedTuple):
 
 
 def _chunks(found: _Found, call: _Call) -> _Bounds:
-    """A query sees its chunk up to itself."""
+    """The bounds of a mask of chunks: a query sees the keys of its chunk up to itself."""
     assert found.chunk_size is not None
     position = (torch.arange(call.q_length, device=call.device) + call.q_offset).expand(call.batch_size, -1)
     in_sequence = position if found.left_padding is None else position - found.left_padding[:, None]
@@ -427,7 +427,7 @@ def _chunks(found: _Found, call: _Call) -> _Bounds:
 
 
 def _blocks(found: _Found, call: _Call) -> _Bounds:
-    """A query sees the keys up to itself, or those of its window, and its block, as of an image.
+    """The bounds of a mask with blocks: a query sees the keys up to itself, or those of its window, and its own block.
 
     That is valid where the real tokens of each block are neighbors. It is taken for so where the numbers of blocks grow
     along a row, as models number them.
