@@ -22,9 +22,16 @@ def _random_ranges(rows: int, columns: int) -> torch.Tensor:
     return ranges.int()
 
 
-def _blocks(n: int, block: int, heads: int = 1, share: float = 0.4, batch: int = 2) -> BlockMask:
-    count = -(-n // block)
-    return BlockMask.from_blocks((torch.rand(batch, heads, count, count) < share).to(DEVICE), (block, block))
+def _far(ranges: torch.Tensor) -> torch.Tensor:
+    """Half of the ranges begin, and half end, as far away as an int32 goes."""
+    is_far = torch.rand(ranges.shape) < 0.5
+    return torch.where(is_far, torch.tensor([-(2**31), 2**31 - 1]).int(), ranges)
+
+
+def _blocks(n: int, block: int | tuple[int, int], heads: int = 1, share: float = 0.4, batch: int = 2) -> BlockMask:
+    size = block if isinstance(block, tuple) else (block, block)
+    rows, columns = (-(-n // b) for b in size)
+    return BlockMask.from_blocks((torch.rand(batch, heads, rows, columns) < share).to(DEVICE), size)
 
 
 def _bits(n: int, heads: int = 1, batch: int = 2) -> BlockMask:
@@ -59,6 +66,17 @@ MASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "bits of heads, causal, queries of keys": lambda n: {
         "block_mask": _bits(n, heads=4), "causal": True, "query_ranges": _random_ranges(n, n)
     },
+    "blocks of 64, softcap": lambda n: {"block_mask": _blocks(n, 64, heads=4), "softcap": 4.0},
+    "bits, bias": lambda n: {"block_mask": _bits(n), "bias": torch.randn(1, 4, n, n, dtype=BF16)},
+    "blocks, positions, left padding": lambda n: {
+        "block_mask": _blocks(n, 128), "q_positions": torch.randint(0, n, (2, n)).int(), "causal": True,
+        "seqstart_k": torch.tensor([n // 5, 3]).int(),
+    },
+    "blocks of 64 queries": lambda n: {"block_mask": _blocks(n, (64, 128))},
+    "blocks of 64 keys": lambda n: {"block_mask": _blocks(n, (128, 64))},
+    "blocks of 192 queries": lambda n: {"block_mask": _blocks(n, (192, 64))},
+    "no key": lambda n: {"query_ranges": _random_ranges(n, n), "seqused_k": torch.tensor([0, 1]).int()},
+    "far ranges": lambda n: {"query_ranges": _far(_random_ranges(n, n)), "key_ranges": _far(_random_ranges(n, n))},
     "no block": lambda n: {"block_mask": _blocks(n, 64, share=0.0)},
 }  # fmt: skip
 
@@ -110,6 +128,12 @@ CASES += [
     ListCase(mask, size(400, 130), dims) for mask in ("rollouts", "blocks of 64") for dims in ((96, 96), (192, 128))
 ]
 CASES += [ListCase(mask, PACKED, (d, d)) for mask in PACKED_MASKS for d in (64, 128, 256)]
+# other tiles, and lists of more blocks than a warp has lanes
+CASES += [
+    ListCase(mask, size(n, 260), dims)
+    for mask in ("both sides, causal", "bits of heads, causal, queries of keys", "blocks of 64")
+    for n, dims in ((5000, (128, 128)), (9000, (64, 64)), (2500, (96, 96)), (2500, (192, 192)))
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -120,10 +144,12 @@ def test_values_and_gradients(case):
     assert not expected_gradients(call, loss).misses(hard_gradients(call, loss))
 
 
-@pytest.mark.parametrize("mask", ["both sides, causal", "blocks of 128, causal", "no block", "blocks, ALiBi"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_deterministic_gradients(mask, head_dim):
-    _check_deterministic(ListCase(mask, size(1100, 200), (head_dim, head_dim)))
+@pytest.mark.parametrize(
+    "mask", ["both sides, causal", "blocks of 128, causal", "blocks of 64", "no block", "blocks, ALiBi"]
+)
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_deterministic_gradients(mask, head_dims):
+    _check_deterministic(ListCase(mask, size(1100, 200), head_dims))
 
 
 @pytest.mark.parametrize("mask", PACKED_MASKS)

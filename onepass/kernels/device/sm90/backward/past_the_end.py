@@ -44,7 +44,7 @@ class PastTheEnd(Untraced):
         Args: q_state: None where this warpgroup's next GEMMs do not read Q.
         """
         if cutlass.const_expr(self.kernel.is_packed):
-            end = tile.geometry.seqlen_q - m_block * self.kernel.tile_m
+            end = tile.geometry.seqlen_q - self.kernel.query_block(tile, m_block) * self.kernel.tile_m
             if end < self.kernel.tile_m:
                 if cutlass.const_expr(q_state is not None):
                     self.pipes.q.consumer_wait(q_state)
