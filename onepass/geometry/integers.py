@@ -36,6 +36,13 @@ def select(condition: Any, a: Any, b: Any) -> Any:
     return cutlass.select_(condition, a, b)
 
 
+def overlapping(size: int, other: int) -> int:
+    """The most intervals of a size `other` that one of size `size` overlaps; both begin at multiples of their sizes."""
+    if max(size, other) % min(size, other) == 0:
+        return max(1, size // other)
+    return (size - 2) // other + 2
+
+
 def ceil_div(a: Any, b: Any) -> Any:
     """The least n with n * b >= a, for a >= 0 and b > 0."""
     return (a + b - 1) // b

@@ -51,7 +51,9 @@ INPUTS, OPTIONS = schema.arguments(AttentionInputs, NUM_INPUTS), schema.argument
 _FIRST_MODIFIERS = tuple(name for name in Modifiers._fields if name not in schema.LATER)
 _NUM_TENSORS = NUM_INPUTS + len(_FIRST_MODIFIERS)
 _NUM_ARGUMENTS = _NUM_TENSORS + 1 + NUM_OPTIONS
-_BLOCKS = "Tensor? block_kinds=None, SymInt q_block=0, SymInt kv_block=0, Tensor? block_bits=None"
+_BLOCKS = (
+    "Tensor? block_kinds=None, SymInt q_block=0, SymInt kv_block=0, Tensor? block_bits=None, SymInt[]? most_blocks=None"
+)
 _LATER = f"{schema.tensors(schema.LATER)}, {_BLOCKS}"
 _MODIFIED = f"{INPUTS}, {schema.tensors(_FIRST_MODIFIERS)}, float dropout_p, {OPTIONS}, {_LATER}"
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
@@ -114,8 +116,8 @@ def arguments_of(inputs: AttentionInputs, problem: AttentionProblem, options: Op
         return (*inputs[:NUM_INPUTS], *options)
     first, later = schema.split(inputs.modifiers._asdict())
     if inputs.blocks is not None:
-        kinds, size, bits = inputs.blocks
-        later = [inputs.modifiers.query_ranges, kinds, *size, bits]
+        kinds, size, bits, most = inputs.blocks
+        later = [inputs.modifiers.query_ranges, kinds, *size, bits, most]
     return (*inputs[:NUM_INPUTS], *first, problem.dropout_p, *options, *later)
 
 

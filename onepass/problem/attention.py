@@ -126,11 +126,13 @@ class Blocks(NamedTuple):
         size: queries and keys of a block.
         bits: (batch or 1, num_heads_q or 1, queries, words of 32 keys) int32, read where a kind is neither `EMPTY` nor
             `FULL`: bit j % 32 of word j // 32 says whether a query sees key j.
+        most: in a compact mask the blocks that are not empty in the fullest row, and in the fullest column.
     """
 
     kinds: torch.Tensor
     size: tuple[int, int]
     bits: torch.Tensor | None = None
+    most: tuple[int, int] | None = None
 
 
 class AttentionInputs(NamedTuple):

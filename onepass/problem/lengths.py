@@ -95,7 +95,7 @@ def refuse_few_blocks(
     """
     if inputs.blocks is None or cu_q is None or cu_k is None:
         return
-    kinds, block_size, bits = inputs.blocks
+    kinds, block_size, bits, _ = inputs.blocks
     longest = [max((b - a for a, b in itertools.pairwise(cu)), default=0) for cu in (cu_q, cu_k)]
     for t, sizes, what in ((kinds, block_size, f"blocks of {block_size}"), (bits, (1, WORD), "words of bits")):
         needed = [-(-length // size) for length, size in zip(longest, sizes, strict=True)]

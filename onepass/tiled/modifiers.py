@@ -53,7 +53,7 @@ class ScoreModifiers:
         self.low, self.high = self.intervals() if problem.has_row_ranges else (self.positions, self.positions)
         # query_ranges: the numbers that they count queries by, and the interval of each key
         self.numbers, self.first, self.end = self._query_ranges()
-        kinds, _, bits = inputs.blocks or (None, None, None)
+        kinds, _, bits, _ = inputs.blocks or (None, None, None, None)
         # (entries or 1, kv heads or 1, .., blocks of queries, blocks of keys), with a block_mask
         self.kinds = None if kinds is None else self._of_entries(kinds)
         # (entries or 1, kv heads or 1, .., queries, words), with a block_mask that has bits

@@ -19,6 +19,7 @@ from onepass.tiled.mask import hidden_pairs
 pytestmark = packages.needs_compiler
 
 COLUMNS = 8  # scores of a thread in each of its two rows, of 32 columns of a block
+WIDE = 40  # of 160 columns, whose bits take two words for a row, and three for the columns
 SIDES = (None, 0, 5, 40, -1, -7)
 SIZES = ((30, 50), (50, 30), (7, 90))
 
@@ -73,7 +74,10 @@ def fresh(name):
 
 @pytest.fixture
 def device(monkeypatch):
-    """The modules of device code, with the kernel language replaced by Python. A warp has one lane."""
+    """The modules of device code, with the kernel language replaced by Python.
+
+    A warp has one lane, except in `hide_in_warp`.
+    """
     names = "blocks.softmax.mask", "blocks.softmax.modifiers", "blocks.softmax.sinks", "memory_bound.append"
     names += "memory_bound.backward_rows", "memory_bound.quantize_block", "memory_bound.quantize_values"
     modules = {name.split(".")[-1]: fresh(f"onepass.kernels.device.{name}") for name in names}
@@ -99,6 +103,9 @@ def device(monkeypatch):
         values[place] = values[place] + value
 
     monkeypatch.setattr(modifiers, "add_one_to_global", add_one_to_global)
+    monkeypatch.setattr(modifiers, "Uint32", lambda x: x % 2**32)
+    monkeypatch.setattr(modifiers, "Uint64", lambda x: x % 2**64)
+    monkeypatch.setattr(modifiers, "ones", ones)
     monkeypatch.setattr(modifiers, "philox", philox_of_words)
     monkeypatch.setattr(modifiers, "philox_keys", lambda key: [key])  # those of all rounds follow from the first one
     for module in modules.values():
@@ -114,6 +121,29 @@ def device(monkeypatch):
     return SimpleNamespace(**modules)
 
 
+def ones(first, count):
+    assert min(first, count) >= 0
+    return ((1 << min(count, 32)) - 1 << min(first, 32)) % 2**32
+
+
+def hide_in_warp(device, modifiers, blocks):
+    """The scores of each lane of a warp whose pairs are hidden. Args: blocks: the block of each lane."""
+    arch, words = device.modifiers.cute.arch, []
+    for lane, block in enumerate(blocks):
+        arch.lane_idx = lambda lane=lane: lane
+        words.append(modifiers.masks(block, WIDE))
+        assert len(words[lane]) == modifiers.num_masks(WIDE, block.has_keys_in_rows)
+    found = [scores(WIDE) for _ in blocks]
+    arch.shuffle_sync = lambda number, source: words[source][number]
+    for lane, block in enumerate(blocks):
+        arch.lane_idx = lambda lane=lane: lane
+        of_rows = 2 * -(-WIDE // 32) * modifiers.sides(block.has_keys_in_rows)[0]
+        # those of columns are known by their numbers, so that a shuffle finds those of other lanes
+        masks = [word if i < of_rows else i for i, word in enumerate(words[lane])]
+        device.modifiers.Modifiers.hide.__wrapped__(modifiers, found[lane], block, -9.0, masks)
+    return found
+
+
 def philox_of_words(counter, keys):
     """The generator of a kernel, which takes and gives words as int32."""
     words = philox.philox(
@@ -126,16 +156,16 @@ def column(c):
     return c // 2 * 8 + c % 2
 
 
-def threads(first_row, first_column):
+def threads(first_row, first_column, columns=COLUMNS):
     """For each thread of a warp: its rows, its first column, and the row and the column of each of its scores."""
     for lane in range(32):
         rows, start = [first_row + lane // 4, first_row + lane // 4 + 8], first_column + 2 * (lane % 4)
-        places = [(r, c, rows[r], start + column(c)) for r, c in itertools.product(range(2), range(COLUMNS))]
+        places = [(r, c, rows[r], start + column(c)) for r, c in itertools.product(range(2), range(columns))]
         yield lane % 4, rows, start, places
 
 
-def scores():
-    return Values(np.arange(2.0 * COLUMNS).reshape(2, COLUMNS))
+def scores(columns=COLUMNS):
+    return Values(np.arange(2.0 * columns).reshape(2, columns))
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -202,17 +232,20 @@ def test_intervals(device, is_packed, names):
             for i, j in rng.integers((SEQLEN_Q, SEQLEN_K), size=(40, 2)).tolist():
                 score = modifiers.pairs_of_key(place, j).score(Float(1.0), i)
                 assert score == (1.0 if seen[i, j] else -math.inf), (i, j)
-            seen = np.pad(seen, ((0, 64 - SEQLEN_Q), (0, 64 - SEQLEN_K)))
+            seen = np.pad(seen, ((0, 256 - SEQLEN_Q), (0, 256 - SEQLEN_K)))
             for has_keys_in_rows in (False, True):
-                for _, rows, start, places in itertools.chain(threads(0, 0), threads(16, 32)):
-                    block = device.modifiers.Block(
-                        rows, start, 2 * [place_of(device, head, entry, is_packed)], has_keys_in_rows
-                    )
-                    found = scores()
-                    device.modifiers.Modifiers.hide.__wrapped__(modifiers, found, block, -9.0)
-                    for r, c, row, col in places:
-                        pair = (col, row) if has_keys_in_rows else (row, col)
-                        assert found[r, c] == (COLUMNS * r + c if seen[pair] else -9.0), pair
+                for warp in (threads(0, 0, WIDE), threads(16, 32, WIDE)):
+                    check_warp(device, modifiers, warp, place, has_keys_in_rows, seen)
+
+
+def check_warp(device, modifiers, warp, place, has_keys_in_rows, seen):
+    """Compare what a warp hides with the pairs that are seen."""
+    lanes = list(warp)
+    blocks = [device.modifiers.Block(rows, start, [place, place], has_keys_in_rows) for _, rows, start, _ in lanes]
+    for (*_, places), found in zip(lanes, hide_in_warp(device, modifiers, blocks), strict=True):
+        for r, c, row, col in places:
+            pair = (col, row) if has_keys_in_rows else (row, col)
+            assert found[r, c] == (WIDE * r + c if seen[pair] else -9.0), pair
 
 
 class Words(Values):
@@ -229,9 +262,7 @@ class Word(int):
 
 @pytest.mark.parametrize("names", [("query_ranges",), ("kinds",), ("kinds", "bits"), ("query_ranges", "kinds", "bits")])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_pairs_that_keys_and_blocks_hide(device, is_packed, names, monkeypatch):
-    monkeypatch.setattr(device.modifiers, "Uint32", lambda x: x % 2**32)
-    monkeypatch.setattr(device.modifiers, "Uint64", lambda x: x % 2**64)
+def test_pairs_that_keys_and_blocks_hide(device, is_packed, names):
     rng, size = np.random.default_rng(0), (16, 32)
     ranges = np.sort(rng.integers(0, SEQLEN_Q + 1, (BATCH, SEQLEN_K, 2, HEADS)), 2)
     ranges[..., 0, :][ranges[..., 0, :] < 5], ranges[..., 1, :][ranges[..., 1, :] > 25] = -(2**31), 2**31 - 1
@@ -241,7 +272,7 @@ def test_pairs_that_keys_and_blocks_hide(device, is_packed, names, monkeypatch):
     tensors |= {"kinds": Values(kinds.transpose(2, 3, 1, 0)), "bits": Values(bits.transpose(2, 3, 1, 0))}
     tensors = device.modifiers.ModifierTensors(**{name: tensors[name] for name in names})
     modifiers = device.modifiers.Modifiers(tensors, (None, None), block_size=size)
-    modifiers.hide_by_key = functools.partial(device.modifiers.Modifiers.hide_by_key.__wrapped__, modifiers)
+    modifiers.hide_by_kind = functools.partial(device.modifiers.Modifiers.hide_by_kind.__wrapped__, modifiers)
     query, key = np.arange(SEQLEN_Q)[:, None], np.arange(SEQLEN_K)
     for head, entry in ((0, 1), (2, 0)):
         seen = np.full((SEQLEN_Q, SEQLEN_K), True)
@@ -256,14 +287,10 @@ def test_pairs_that_keys_and_blocks_hide(device, is_packed, names, monkeypatch):
         for i, j in rng.integers((SEQLEN_Q, SEQLEN_K), size=(40, 2)).tolist():
             score = modifiers.pairs_of_query(place, i).score(Float(1.0), j)
             assert score == (1.0 if seen[i, j] else -math.inf), (i, j)
-        seen = np.pad(seen, ((0, 64 - SEQLEN_Q), (0, 64 - SEQLEN_K)))
+        seen = np.pad(seen, ((0, 256 - SEQLEN_Q), (0, 256 - SEQLEN_K)))
         for has_keys_in_rows in (False, True):
-            for _, rows, start, places in itertools.chain(threads(0, 0), threads(16, 16)):
-                found, block = scores(), device.modifiers.Block(rows, start, [place, place], has_keys_in_rows)
-                device.modifiers.Modifiers.hide.__wrapped__(modifiers, found, block, -9.0)
-                for r, c, row, col in places:
-                    pair = (col, row) if has_keys_in_rows else (row, col)
-                    assert found[r, c] == (COLUMNS * r + c if seen[pair] else -9.0), pair
+            for warp in (threads(0, 0, WIDE), threads(16, 16, WIDE)):
+                check_warp(device, modifiers, warp, place, has_keys_in_rows, seen)
 
 
 @pytest.mark.parametrize("seqlen_k", [SEQLEN_K, 1, 0])

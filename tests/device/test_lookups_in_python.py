@@ -399,10 +399,10 @@ def test_tiles_of_an_entry_find_their_lists(device):
     numbers, turns = (rng.integers(0, 9, (9, 9, 2, 3)) for _ in range(2))
     kernel = device.tiles.KeyTiles()
     kernel.is_packed, kernel.has_lists, kernel.tile_n = False, True, 64
-    kernel.lists = SimpleNamespace(numbers=View(numbers), turns=View(turns))
+    kernel.lists = SimpleNamespace(turns=View(turns))
     for n, head, entry, i in itertools.product(range(4), range(2), range(3), range(9)):
         names = {"n_block": n, "head_kv": head, "first_m_block": 0, "sequence": entry}
-        tile = SimpleNamespace(**names, origin_q=entry, origin_k=entry)
+        tile = SimpleNamespace(**names, origin_q=entry, origin_k=entry, listed=numbers[:, n, head, entry])
         assert kernel.query_block(tile, i) == numbers[i, n, head, entry]
         assert kernel.turn_of(tile, i) == turns[n, numbers[i, n, head, entry], head, entry]
 

@@ -84,7 +84,13 @@ def test_lists_are_made_once_for_what_shares_them(lead, given, entries, by_head,
     assert passed.of_queries.shape == (entries, heads, blocks[0], 4)
     assert (passed.of_keys is not None) == problem.has_query_ranges
     assert passed.of_keys is None or passed.of_keys.shape == (entries, heads, blocks[1], 4)
-    tiles, visited = reversed(blocks) if of_keys else blocks
+    longest = blocks
+    if problem.is_packed and inputs.blocks is not None:  # a mask has blocks enough for the longest sequence
+        longest = [
+            min(n, -(-count * block // size))
+            for n, count, block, size in zip(blocks, (5, 3), (64, 128), TILE, strict=True)
+        ]
+    tiles, visited = (blocks[1], longest[0]) if of_keys else (blocks[0], longest[1])
     assert passed.numbers.shape == (entries, heads, tiles, visited)
     assert passed.counts.shape == (entries, heads, tiles, 2)
     assert (passed.turns is not None) == of_keys

@@ -88,10 +88,10 @@ class Scores:
     def load_slope(self, tile, head):
         pass
 
-    def draw_flags(self, *block):
+    def prepare(self, *block):
         self.drawn = block
 
-    draw_kept = draw_flags
+    draw_kept = prepare
 
     def read_lse(self, q_state):
         self.lse = self.stats[None, q_state.index].content

@@ -510,6 +510,9 @@ class Warp:
             return result
         if name == "abs" and kind in ("bf16", "f16"):
             return self.value(operands[0]) & uint16(0x7FFF)
+        if name == "bmsk":
+            first, count = (np.minimum(self.value(o), 32).astype(np.uint64) for o in operands)
+            return (((1 << count) - 1 << first) & np.uint64(0xFFFFFFFF)).astype(uint32)
         if name == "popc":
             return np.array([int(x).bit_count() for x in self.value(operands[0])], uint32)
         return INTEGERS[name](*self.typed(kind, operands))

@@ -57,11 +57,11 @@ class Parameters:
         self.values.append(struct.pack(form, address, *numbers, *padding, *strides))
         return address
 
-    def strided(self, t: torch.Tensor):
-        """A tensor with all its sizes and strides."""
-        padding = [0] * (t.dim() % 2)
-        form = f"<Q{t.dim() + len(padding)}i{t.dim()}q"
-        self.values.append(struct.pack(form, self.put(t), *t.shape, *padding, *t.stride()))
+    def strided(self, t: torch.Tensor, first_is_known: bool = False):
+        """A tensor with all its sizes and strides, or all but the first stride."""
+        padding, strides = [0] * (t.dim() % 2), t.stride()[first_is_known:]
+        form = f"<Q{t.dim() + len(padding)}i{len(strides)}q"
+        self.values.append(struct.pack(form, self.put(t), *t.shape, *padding, *strides))
 
     def numbers(self, *numbers: float | None):
         self.values += [struct.pack("<f" if isinstance(n, float) else "<i", n) for n in numbers if n is not None]
@@ -74,10 +74,13 @@ class Parameters:
             self.values += [struct.pack("<IIBBxx", n, multiplier, min(log, 1), max(log - 1, 0)), struct.pack("<i", n)]
 
     def modifiers(self, fields: tuple | None):
-        """The fields of `ModifierTensors`: tensors of any lengths and strides, and numbers."""
-        for value in fields or ():
+        """The fields of `ModifierTensors`: tensors of any lengths and strides, and numbers.
+
+        Lists have a first stride of 1, which is known when a kernel is compiled.
+        """
+        for name, value in () if fields is None else fields._asdict().items():
             if isinstance(value, torch.Tensor):
-                self.strided(value)
+                self.strided(value, name in ("numbers", "counts", "turns"))
             else:
                 self.numbers(value)
 

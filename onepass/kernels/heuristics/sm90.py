@@ -178,8 +178,6 @@ def forward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Forwar
     is_causal = problem.mask.window_right is not None or problem.has_intervals
     # only the total length of packed sequences is known here: take their mean
     seqlen_k = problem.seqlen_k // max(1, problem.batch) if problem.is_packed else problem.seqlen_k
-    if problem.has_query_ranges and dims == (64, 64):
-        seqlen_k = min(seqlen_k, 8192)  # at 24576, 16 rollouts of a prompt: 511 TFLOP/s (longer causal calls' row: 493)
     row = row_of(FORWARD_SM90.get(dims, ()), is_causal, seqlen_k)
     if row is not None:
         return _modified(_adapted(row.config, problem), problem)
@@ -475,18 +473,23 @@ def _overlaps_gradients(problem: AttentionProblem, config: BackwardConfigSm90) -
         2048 and 8192 with dropout: head_dim 128 1.01, 1.02 (causal), 1.03, 1.04 (full); 64, with tiles of 64 queries,
             0.95, 0.95 and 0.94, 0.93
         head_dim 96, 2048 to 16384, with K in registers: full 1.08, 1.05, 1.07, 1.06
+        8192 to 24576 with lists of blocks, head_dim 64 and 128: ranges 1.04 to 1.08 and 1.02 to 1.07; random blocks of
+            128 1.03 and 0.96
         2048 to 16384 with heads_together, head_dim 128, causal: groups of eight 0.92, 0.91, 0.93, 0.95; of four 0.93,
             0.92, 0.92, 0.92
 
-    Lists of blocks and ALiBi spill values at head_dim 64, where K takes 32 registers, or make ptxas serialize GEMMs. So
-    do groups of heads under a mask at 64 and 128.
+    ALiBi spills values at head_dim 64, where K takes 32 registers, or makes ptxas serialize GEMMs. So do groups of
+    heads under a mask, or with lists of blocks, at 64 and 128.
     """
-    if problem.softcap is not None or problem.has_backward_lists:
+    if problem.softcap is not None:
         return False
-    is_grouped, is_full, drops = problem.qhead_per_kvhead > 1, problem.mask.is_full, problem.dropout_p > 0
+    is_grouped, drops = problem.qhead_per_kvhead > 1, problem.dropout_p > 0
+    has_lists = problem.has_backward_lists
+    is_full = problem.mask.is_full and (not has_lists or _is_of_blocks(problem))
     if problem.deterministic and is_grouped:
         return False
     if config.tile_m == 128:
+        is_full = is_full and not has_lists
         return not (problem.has_seqused_k or problem.has_alibi or drops) and (is_full or not is_grouped)
     widest = max(config.head_dims(problem))
     if widest == 96 and not is_grouped:

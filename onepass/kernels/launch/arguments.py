@@ -99,12 +99,13 @@ def fake_tensor(kind: type, *shape: int | None, align_bytes: int):
     return make_fake_tensor(kind, shape, (*strides, 1), assumed_align=align_bytes)
 
 
-def strided_tensor(kind: type, rank: int):
-    """A stand-in of any lengths and any strides, also 0."""
+def strided_tensor(kind: type, rank: int, first_stride: int | None = None):
+    """A stand-in of any lengths and any strides, also 0; the first of them may be fixed."""
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_tensor
 
     lengths, strides = ([sym() for _ in range(rank)] for sym in (cute.sym_int, cute.sym_int64))
+    strides[0] = first_stride or strides[0]
     return make_fake_tensor(kind, tuple(lengths), tuple(strides), assumed_align=kind.width // 8)
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...geometry.integers import ceil_div
-from ...problem import AttentionInputs, AttentionProblem
+from ...geometry.integers import ceil_div, overlapping
+from ...problem import AttentionInputs, AttentionProblem, Blocks
 from ..arguments import BlockListsArguments, ModifierTensors
 from ..compiler import compile
 from ..compiler.compile import CompileRequest
@@ -102,13 +102,16 @@ def with_lists(
         rows // size + problem.batch + 1 if problem.is_packed else ceil_div(rows, size)
         for rows, size in ((problem.seqlen_q, kernel.tile_m), (problem.seqlen_k, kernel.tile_n))
     )
-    tiles, blocks = (blocks_k, blocks_q) if kernel.of_keys else (blocks_q, blocks_k)
+    most_q, most_k = _most(kernel, inputs.blocks, blocks_q, blocks_k)
+    tiles, width = (blocks_k, most_q) if kernel.of_keys else (blocks_q, most_k)
+    if inputs.blocks is not None and (most := inputs.blocks.most) is not None:
+        width = min(width, _longest(kernel, most[kernel.of_keys]) * group)
 
     def empty(*shape: int) -> Tensor:
         return inputs.q.new_empty((entries, own_heads, *shape), dtype=torch.int32)
 
-    numbers, counts = empty(tiles, blocks), empty(tiles, 2)
-    turns = empty(blocks_q, blocks_k) if kernel.in_turns else None
+    numbers, counts = empty(tiles, max(1, width)), empty(tiles, 2)
+    turns = empty(blocks_q, most_k) if kernel.in_turns else None
     left, right = window_bounds(problem)
     run(
         *BlockListsArguments(
@@ -133,6 +136,25 @@ def with_lists(
         None if t is None else t.expand(batch, heads, -1, -1).permute(3, 2, 1, 0) for t in (numbers, counts, turns)
     )
     return given._replace(**dict(zip(("numbers", "counts", "turns"), views, strict=True)))
+
+
+def _most(kernel: Kernel, blocks: Blocks | None, blocks_q: int, blocks_k: int) -> tuple[int, int]:
+    """Blocks of queries and of keys that the longest sequence may have: a packed one, as many as a mask."""
+    if blocks is None or not kernel.is_packed:
+        return blocks_q, blocks_k
+    most_q, most_k = (
+        ceil_div(count * size, tile)
+        for count, size, tile in zip(blocks.kinds.shape[2:], blocks.size, (kernel.tile_m, kernel.tile_n), strict=True)
+    )
+    return min(blocks_q, most_q), min(blocks_k, most_k)
+
+
+def _longest(kernel: Kernel, most: int) -> int:
+    """The longest list of a tile. Args: most: blocks of the mask in the fullest row, or for lists of keys column."""
+    assert kernel.block_size is not None
+    sizes = (kernel.block_size[0], kernel.tile_m), (kernel.block_size[1], kernel.tile_n)
+    (own_block, own_tile), (block, tile) = reversed(sizes) if kernel.of_keys else sizes
+    return overlapping(own_tile, own_block) * most * overlapping(block, tile)
 
 
 def _differ(kernel: Kernel, hiding: ModifierTensors) -> tuple[bool, bool]:

@@ -191,9 +191,9 @@ def fake_arguments(problem: AttentionProblem, is_backward: bool = False) -> Modi
     if problem.adds_terms:
         found["term_scale"] = Float32(1.0)
     if problem.has_backward_lists if is_backward else problem.has_lists:
-        found |= {name: strided_tensor(Int32, 4) for name in ("numbers", "counts")}
+        found |= {name: strided_tensor(Int32, 4, first_stride=1) for name in ("numbers", "counts")}
         if is_backward and problem.deterministic:
-            found["turns"] = strided_tensor(Int32, 4)
+            found["turns"] = strided_tensor(Int32, 4, first_stride=1)
     if problem.has_query_ranges:
         found["query_ranges"] = strided_tensor(Int32, 4)
     if problem.block_size is not None:

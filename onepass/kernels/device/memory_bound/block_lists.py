@@ -25,7 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ....geometry.integers import ceil_div, maximum, minimum, select
+from ....geometry.integers import ceil_div, maximum, minimum, overlapping, select
 from ....geometry.tile_scheduler import LANES, packed_rows
 from ...arguments import BlockListsArguments, ModifierTensors
 from ..blocks.memory.untraced import Untraced
@@ -147,6 +147,7 @@ class BlockLists:
         tile, head, entry = self.number_of_warp()
         if tile < counts.shape[2]:
             sequence = self.sequence_of(tile, head * group, entry, lengths, seqlens, self.of_keys)
+            sequence = self.within_mask(sequence, tensors.kinds)
             pairs, place = Pairs(self, extremes, sequence, (head, entry), tensors.kinds, group), sequence.place
             m, n = tile - sequence.first_block, tile - sequence.first_tile
             exists, blocks = m * self.tile_m < place.seqlen_q, ceil_div(place.seqlen_k, self.tile_n)
@@ -164,8 +165,8 @@ class BlockLists:
                 visits, is_full = pairs.compared(*pair, start + lane < blocks)
                 is_partial = visits and not is_full
                 position = select(is_full, full + count_below(is_full), partial + count_below(is_partial))
-                if visits:
-                    numbers[entry, head, tile, position] = start + lane
+                if visits:  # a list may be too short for a compact mask that has changed
+                    numbers[entry, head, tile, minimum(position, numbers.shape[3] - 1)] = start + lane
                 full, partial = full + count(is_full), partial + count(is_partial)
             if lane == 0:
                 if cutlass.const_expr(not self.of_keys):
@@ -173,8 +174,8 @@ class BlockLists:
                     if num_visited == 0:
                         numbers[entry, head, tile, 0] = Int32(0)
                     num_visited = maximum(num_visited, 1)
-                counts[entry, head, tile, 0] = num_full
-                counts[entry, head, tile, 1] = num_visited
+                counts[entry, head, tile, 0] = minimum(num_full, numbers.shape[3])
+                counts[entry, head, tile, 1] = minimum(num_visited, numbers.shape[3])
 
     @cute.kernel
     def turns(
@@ -190,6 +191,7 @@ class BlockLists:
         block, head, entry = self.number_of_warp()
         if block < turns.shape[2]:
             sequence = self.sequence_of(block, head * group, entry, lengths, seqlens, False)
+            sequence = self.within_mask(sequence, tensors.kinds)
             pairs, place = Pairs(self, extremes, sequence, (head, entry), tensors.kinds, group), sequence.place
             m, lane, turn = block - sequence.first_block, cute.arch.lane_idx(), Int32(0)
             tiles = select(m * self.tile_m < place.seqlen_q, ceil_div(place.seqlen_k, self.tile_n), Int32(0))
@@ -230,6 +232,15 @@ class BlockLists:
         seqlen_k = used_keys(lengths, sequence, seqlen_k)
         place = Place(head, first_row, first_key, row_entry, sequence, seqlen_q, seqlen_k)
         return Sequence(place, first_block, first_tile)
+
+    def within_mask(self, sequence: Sequence, kinds: cute.Tensor | None) -> Sequence:
+        """A packed sequence as far as a mask has blocks for it: lists are no longer than that."""
+        if kinds is None or not self.is_packed:
+            return sequence
+        lengths = zip(("seqlen_q", "seqlen_k"), kinds.shape[:2], self.block_size, strict=True)
+        place = sequence.place
+        most = {name: minimum(getattr(place, name), count * size) for name, count, size in lengths}
+        return sequence._replace(place=place._replace(**most))
 
 
 class Pairs(Untraced):
@@ -292,14 +303,9 @@ def blocks_of_tile(tile: Int32, tile_size: int, block_size: int, count: Int32) -
 
     Args: count: how many blocks the mask has.
     """
-    most = (
-        max(1, tile_size // block_size)
-        if max(tile_size, block_size) % min(tile_size, block_size) == 0
-        else ((tile_size - 2) // block_size + 2)
-    )
     start = tile * tile_size
     last = minimum((start + tile_size - 1) // block_size, count - 1)
-    return [minimum(start // block_size + i, last) for i in range(most)]
+    return [minimum(start // block_size + i, last) for i in range(overlapping(tile_size, block_size))]
 
 
 def count_below(condition: Boolean) -> Int32:

@@ -214,6 +214,11 @@ def permute_bytes(a: Int32, b: Int32, selector: Int32) -> Int32:
     return emit("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [a, b, selector], [Int32])
 
 
+def ones(first: Int32, count: Int32) -> Uint32:
+    """A word with `count` ones from bit `first` on. Args: first, count: not below 0; more than 32 counts as 32."""
+    return Uint32(emit("bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", [first, count], [Int32]))
+
+
 def logical(a: Int32, b: Int32, c: Int32, table: int) -> Int32:
     """A logical function of the bits of three words. Args: table: its value for 0xF0, 0xCC and 0xAA."""
     return emit(f"lop3.b32 {{$w0}}, {{$r0}}, {{$r1}}, {{$r2}}, {table};", [a, b, c], [Int32])

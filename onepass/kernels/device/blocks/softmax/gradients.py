@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 from .....geometry.integers import ceil_div
 from ..memory.layouts import by_m_tile, rows_and_columns
@@ -106,6 +106,7 @@ class GradientScores(Untraced):
         kept: with dropout through registers.
         flags, dropped: with dropout through shared memory: its flags, and the registers of what it keeps of p.
         keeps_slope: whether the kernel calls `load_slope`.
+        reads_masks: whether it calls `read_masks`.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class GradientScores(Untraced):
         flags: StagedFlags | None = None,
         dropped: cute.Tensor | None = None,
         keeps_slope: bool = False,
+        reads_masks: bool = True,
     ):
         self.kernel, self.region, self.factors, self.modifiers = kernel, region, factors, modifiers
         self.p, self.ds, self.kept, self.flags, self.dropped = p, ds, kept, flags, dropped
@@ -130,6 +132,10 @@ class GradientScores(Untraced):
         # with a softcap: P times its slope 1 - tanh^2
         self.capped = None if factors.tanh_scale is None else cute.make_rmem_tensor((cute.size(p),), p.element_type)
         self.slope = cute.make_rmem_tensor((1,), Float32) if keeps_slope else None  # of ALiBi
+        self.masks = None  # those of `Modifiers.hide`, of each m_tile, where the kernel calls `read_masks`
+        if self.has_intervals and reads_masks:
+            count = modifiers.num_masks(self.columns, has_keys_in_rows=True)
+            self.masks = cute.make_rmem_tensor((count, region.m_tiles), Uint32)
 
     @cute.jit
     def exponentials(self, acc_s: cute.Tensor, tile, head: Int32, m_block: Int32):
@@ -177,9 +183,28 @@ class GradientScores(Untraced):
             for i in cutlass.range_constexpr(self.region.m_tiles):
                 scores, keys = rows_and_columns(pieces[i]), [self.key(tile, i, r) for r in range(2)]
                 if cutlass.const_expr(self.has_intervals):
-                    self.modifiers.hide(scores, self.blocks_of(tile, head, m_block)[i], hidden)
+                    masks = None
+                    if cutlass.const_expr(self.masks is not None):
+                        masks = [self.masks[w, i] for w in range(self.masks.shape[0])]
+                    self.modifiers.hide(scores, self.blocks_of(tile, head, m_block)[i], hidden, masks)
                 else:
                     mask.apply_to_keys(scores, keys, m_start, self.region.lane_in_quad, tile.geometry, hidden)
+
+    @cute.jit
+    def read_masks(self, tile, head: Int32, m_block: Int32):
+        """Read the intervals of a block's queries and keys, before `exponentials` needs them. For a whole warp."""
+        if cutlass.const_expr(self.masks is not None):
+            if m_block >= tile.clear_last or m_block < tile.clear_first:
+                blocks = self.blocks_of(tile, head, m_block)
+                for i in cutlass.range_constexpr(self.region.m_tiles):
+                    masks = self.modifiers.masks(blocks[i], self.columns)
+                    for w in cutlass.range_constexpr(len(masks)):
+                        self.masks[w, i] = masks[w]
+
+    @property
+    def columns(self) -> int:
+        """Columns of a thread."""
+        return self.region.num_queries // 4
 
     @property
     def has_intervals(self) -> bool:

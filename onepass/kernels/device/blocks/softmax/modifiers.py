@@ -19,12 +19,15 @@ from cutlass import Boolean, Float32, Int32, Uint32, Uint64
 
 from .....geometry.block_range import KeyBlocks
 from .....geometry.integers import ceil_div, maximum, minimum, select
+from .....geometry.tile_scheduler import LANES
 from .....problem.attention import FULL, WORD
 from ....arguments import ModifierTensors
 from ..memory.layouts import column_offset
-from ..memory.ptx import add_one_to_global, philox, philox_keys
+from ..memory.ptx import add_one_to_global, ones, philox, philox_keys
 from ..memory.untraced import Untraced
 from .dropout import KeptPairs, bit, group_of
+
+ROWS = 16  # of a warp in a block of scores, 8 apart those of a thread
 
 
 class Place(NamedTuple):
@@ -74,6 +77,22 @@ def bit_of(word: Uint32, number) -> Int32:
     return Int32(word >> Uint32(number) & Uint32(1))
 
 
+def offsets(interval: tuple, origin) -> list:
+    """An interval of numbers counted from an origin; a bound below 0, whose difference may not have 32 bits, is 0."""
+    return [maximum(n, 0) - origin for n in interval]
+
+
+def columns_before(offset) -> Int32:
+    """How many columns of a thread lie before this offset from its first one; it may be more than there are."""
+    offset = maximum(offset, 0)
+    return (offset >> 3) * 2 + minimum(offset & 7, 2)
+
+
+def bits_between(first, end) -> Uint32:
+    """A word whose bits [first, end) are ones; neither is below 0."""
+    return ones(first, maximum(end - first, 0))
+
+
 class Modifiers(Untraced):
     """The modifiers of a kernel's calls.
 
@@ -109,6 +128,12 @@ class Modifiers(Untraced):
     def hides_by_key(self) -> bool:
         """Whether a pair may be hidden although the key is in the query's interval."""
         return self.tensors.query_ranges is not None or self.tensors.kinds is not None
+
+    @property
+    def hides_by_query(self) -> bool:
+        """Whether more than `query_ranges`, whose intervals hold rows that exist alone, says which pairs are hidden."""
+        others = *self.tensors[:3], self.tensors.kinds, *self.window
+        return self.tensors.query_ranges is None or any(x is not None for x in others)
 
     @property
     def adds_terms(self) -> bool:
@@ -187,6 +212,11 @@ class Modifiers(Untraced):
         row = minimum(place.first_key + maximum(minimum(key, place.seqlen_k - 1), 0), ranges.shape[0] - 1)
         return tuple(ranges[row, i, place.head, place.row_entry] for i in range(2))
 
+    def seen_queries(self, place: Place, key) -> tuple:
+        """Those that exist of the queries [low, high) that see a key; a key that does not exist is seen by none."""
+        low, high = self.queries_of_key(place, key)
+        return low, select(key < place.seqlen_k, minimum(high, place.seqlen_q), low)
+
     def kind(self, place: Place, query, key) -> Int32:
         """The kind of the block of a query and a key; past the last blocks, that of the last one."""
         kinds, numbers = self.tensors.kinds, zip((query, key), self.block_size, strict=True)
@@ -215,24 +245,10 @@ class Modifiers(Untraced):
         return [Uint32((low | high << Uint64(WORD)) >> shift) for low, high in itertools.pairwise(found)]
 
     @cute.jit
-    def hide_by_key(self, scores: cute.Tensor, block: Block, hidden: cutlass.Constexpr[float]):
-        """Replace the scores of pairs that `query_ranges` or blocks hide."""
+    def hide_by_kind(self, scores: cute.Tensor, block: Block, hidden: cutlass.Constexpr[float]):
+        """Replace the scores of pairs that kinds and bits of blocks hide."""
         place, rows = block.places[0], block.rows
         columns = cute.size(scores, mode=[1])
-        if cutlass.const_expr(self.tensors.query_ranges is not None):
-            if cutlass.const_expr(block.has_keys_in_rows):
-                for r in cutlass.range_constexpr(2):
-                    # not below 0: differences of others may not have 32 bits
-                    low, high = (maximum(n, 0) - block.first_column for n in self.queries_of_key(place, rows[r]))
-                    for c in cutlass.range_constexpr(columns):
-                        is_seen = low <= column_offset(c) and column_offset(c) < high
-                        scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
-            else:
-                for c in cutlass.range_constexpr(columns):
-                    low, high = self.queries_of_key(place, block.first_column + column_offset(c))
-                    for r in cutlass.range_constexpr(2):
-                        is_seen = low <= rows[r] and rows[r] < high
-                        scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
         if cutlass.const_expr(self.tensors.kinds is not None):
             words = None
             if cutlass.const_expr(self.tensors.bits is not None and not block.has_keys_in_rows):
@@ -257,28 +273,83 @@ class Modifiers(Untraced):
                             is_seen = kind + bit_of(own, number) >= FULL
                         scores[r, n] = scores[r, n] if is_seen else Float32(hidden)
 
+    def sides(self, has_keys_in_rows: bool) -> tuple[bool, bool]:
+        """Whether rows have intervals of columns, and whether columns have intervals of rows."""
+        by_key = self.tensors.query_ranges is not None
+        return (by_key, self.hides_by_query) if has_keys_in_rows else (self.hides_by_query, by_key)
+
+    def num_masks(self, columns: int, has_keys_in_rows: bool) -> int:
+        """How many words `masks` returns."""
+        in_rows, in_columns = self.sides(has_keys_in_rows)
+        return 2 * in_rows * ceil_div(columns, WORD) + in_columns * ceil_div(4 * columns, 2 * LANES)
+
+    def masks(self, block: Block, columns: int) -> list[Uint32]:
+        """The intervals of a block's rows and columns, in bits for `hide`. All lanes of a warp must call it.
+
+        A row's interval becomes a bit for each of the thread's columns. A column's becomes one for each of the warp's
+        16 rows: one lane reads it, for all that have scores of the column, and has two columns in a word, 32 apart.
+        With two comparisons for each score instead, and intervals read by each of these lanes, a masked block took two
+        to three times the instructions.
+        """
+        place, words, lane = block.places[0], [], cute.arch.lane_idx()
+        in_rows, in_columns = self.sides(block.has_keys_in_rows)
+        of_row, of_column = self.interval, self.seen_queries
+        if block.has_keys_in_rows:
+            of_row, of_column = of_column, of_row
+        if in_rows:
+            intervals = block.intervals or [of_row(*row) for row in zip(block.places, block.rows, strict=True)]
+            for interval in intervals:
+                bounds = offsets(interval, block.first_column)
+                for start in range(0, columns, WORD):
+                    words.append(bits_between(*(columns_before(n - column_offset(start)) for n in bounds)))
+        if in_columns:
+            first_column, first_row = block.first_column - 2 * (lane % 4), block.rows[0] - lane // 4
+            for start in range(0, 4 * columns, 2 * LANES):
+                word = Uint32(0)
+                for i in range(min(2, ceil_div(4 * columns - start, LANES))):
+                    interval = of_column(place, first_column + (start + i * LANES) + lane)
+                    bounds = [minimum(maximum(n, 0), ROWS) for n in offsets(interval, first_row)]
+                    word = word | bits_between(*bounds) << Uint32(ROWS * i)
+                words.append(word)
+        return words
+
     @cute.jit
-    def hide(self, scores: cute.Tensor, block: Block, hidden: cutlass.Constexpr[float]):
-        """Replace the scores of pairs outside of the queries' intervals, and of those that keys hide."""
-        if cutlass.const_expr(self.hides_by_key):
-            self.hide_by_key(scores, block, hidden)
-        columns = cute.size(scores, mode=[1])
-        if cutlass.const_expr(not block.has_keys_in_rows):
-            for r in cutlass.range_constexpr(2):
-                if cutlass.const_expr(block.intervals is None):
-                    low, high = self.interval(block.places[r], block.rows[r])
-                else:
-                    low, high = block.intervals[r]
-                low, high = low - block.first_column, high - block.first_column
-                for c in cutlass.range_constexpr(columns):
-                    is_seen = low <= column_offset(c) and column_offset(c) < high
-                    scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
-        else:
+    def hide(
+        self,
+        scores: cute.Tensor,
+        block: Block,
+        hidden: cutlass.Constexpr[float],
+        masks: list | None = None,
+    ):
+        """Replace the scores of pairs outside of the intervals of queries and of keys, and of those that blocks hide.
+
+        All lanes of a warp must call it.
+
+        Args: masks: what `masks` has returned; None: it is called now.
+        """
+        if cutlass.const_expr(self.tensors.kinds is not None):
+            self.hide_by_kind(scores, block, hidden)
+        columns, lane = cute.size(scores, mode=[1]), cute.arch.lane_idx()
+        if cutlass.const_expr(masks is None):
+            masks = self.masks(block, columns)
+        in_rows, in_columns = self.sides(block.has_keys_in_rows)
+        words_of_row = ceil_div(columns, WORD) if cutlass.const_expr(in_rows) else 0
+        for r in cutlass.range_constexpr(2 if in_rows else 0):
             for c in cutlass.range_constexpr(columns):
-                low, high = self.interval(block.places[0], block.first_column + column_offset(c))
-                for r in cutlass.range_constexpr(2):
-                    is_seen = low <= block.rows[r] and block.rows[r] < high
-                    scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
+                is_seen = masks[r * words_of_row + c // WORD] & Uint32(1 << c % WORD) != 0
+                scores[r, c] = scores[r, c] if is_seen else Float32(hidden)
+        between = LANES // 4  # columns of a thread from one to the other of a word
+        for c in cutlass.range_constexpr(columns if in_columns else 0):
+            if cutlass.const_expr(c // between % 2 == 0):
+                source = column_offset(c % between) + 2 * (lane % 4)
+                word = masks[2 * words_of_row + c // (2 * between)]
+                found = cute.arch.shuffle_sync(word, source) >> Uint32(lane // 4)
+                for i in cutlass.range_constexpr(2):
+                    if cutlass.const_expr(c + i * between < columns):
+                        for r in cutlass.range_constexpr(2):
+                            is_seen = found & Uint32(1 << ROWS * i + 8 * r) != 0
+                            number = c + i * between
+                            scores[r, number] = scores[r, number] if is_seen else Float32(hidden)
 
     # ---------------------------------------------------------------- terms
 

@@ -54,6 +54,7 @@ class KeyTile(NamedTuple):
     ring: Int32 | None  # the number of tiles of its ring; with ring_lag
     in_ascending_end: Boolean | None  # whether its head is one of the last, whose tiles ascend; with has_ascending_end
     from_first: Boolean | None  # whether it begins with its first query block, not with its last; with heads_together
+    listed: cute.Tensor | None  # the numbers of these blocks, at their places in the tile's list; with lists
 
 
 class KeyTiles:
@@ -110,11 +111,12 @@ class KeyTiles:
             n_block = num_blocks - 1 - n_block
         seqlen_k = used_keys(seqlens.lengths, entry, rows_k)
         geometry = Geometry(seqlen_q, seqlen_k, seqlens.window_left, seqlens.window_right)
-        n_start = n_block * self.tile_n
+        n_start, listed = n_block * self.tile_n, None
         if cutlass.const_expr(self.has_lists):
             counts = seqlens.modifiers.tensors.counts
             own, own_entry = self.list_of(n_block, origin_k, sequence)
             full, last = (counts[i, own, head, own_entry] for i in range(2))
+            listed = seqlens.modifiers.tensors.numbers[None, own, head, own_entry]
             blocks = QueryBlocks(Int32(0), Int32(0), full, last)
         else:
             blocks = query_blocks(n_start, n_start + self.tile_n, *geometry, self.tile_m)
@@ -132,7 +134,7 @@ class KeyTiles:
             _, in_section = divmod(number, schedule.divisors.tiles_per_section)
             from_first = in_section // (cute.arch.grid_dim()[0] // self.cluster_size) % 2 == 1
         coordinates = n_block, head, origin_q, origin_k, rows_k, first_m_block
-        return KeyTile(*coordinates, geometry, *blocks, sequence, place, ring, in_ascending_end, from_first)
+        return KeyTile(*coordinates, geometry, *blocks, sequence, place, ring, in_ascending_end, from_first, listed)
 
     def at_head(self, t: cute.Tensor, m: cute.Tensor, head, origin) -> cute.Tensor:
         return at_head(t, m, head, origin, self.is_packed)
@@ -146,10 +148,7 @@ class KeyTiles:
 
     def query_block(self, tile: KeyTile, m_block: Int32) -> Int32:
         """The number of a block of queries: of the one at this place of the tile's list, where there are lists."""
-        if not self.has_lists:
-            return m_block
-        number, entry = self.list_of(tile.n_block, tile.origin_k, tile.sequence)
-        return self.lists.numbers[m_block, number, tile.head_kv, entry]
+        return tile.listed[m_block] if self.has_lists else m_block
 
     def list_of(self, n_block: Int32, origin_k: Int32, sequence: Int32) -> tuple:
         """The number of a tile among those that have lists, and its entry there."""

@@ -124,6 +124,7 @@ class BackwardWarps(Untraced):
         acc_s = self.scores.p if cutlass.const_expr(self.kernel.dtype is Float32) else gemms.make_acc_s()
         acc_s.fill(0.0)
         gemms.s(acc_s, buffer)
+        self.scores.read_masks(tile, head, m_block)
         self.read_stats(self.scores.minus_lse, buffer, 0)
         self.scores.exponentials(acc_s, tile, head, m_block)
         self.take_p(acc_s, tile, head, m_block)

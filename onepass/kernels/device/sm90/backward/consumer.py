@@ -95,7 +95,7 @@ class BackwardConsumer(Untraced):
                 self.pipes.q.consumer_wait(q_state)
                 acc_s = self.gemms.issue_s(q_state)
                 self.scores.read_lse(q_state)
-                self.scores.draw_flags(tile, head, m_block)
+                self.scores.prepare(tile, head, m_block)
                 warpgroup.wait_group(0)
                 self.scores.make_p(acc_s, tile, head, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
@@ -166,9 +166,10 @@ class BackwardConsumer(Untraced):
         if cutlass.const_expr(not self.overlaps):
             self.pingpong.pass_on()
         if cutlass.const_expr(has_previous):
+            share = self.sums.share(tile, *before) if cutlass.const_expr(self.kernel.has_lists) else None
             self.sums.turns.take()
             warpgroup.wait_group(2)
-            self.sums.add(acc_dq, tile, *before)
+            self.sums.add(acc_dq, tile, *before, share)
             self.sums.turns.give()
         # Read before they are needed, because shared memory answers late while GEMMs read it, as far as registers
         # permit: for 128 queries, those of the second half, which are needed last, come once P is free.
@@ -195,7 +196,7 @@ class BackwardConsumer(Untraced):
             self.pingpong.pass_on()
         if cutlass.const_expr(has_next):
             self.scores.read_lse(next_q)
-            self.scores.draw_flags(tile, *following)
+            self.scores.prepare(tile, *following)
             warpgroup.wait_group(1)
             self.scores.make_p(acc_s, tile, *following)
             # ptxas takes a wait to cost nothing: without this it moves all exponentials below the one that follows

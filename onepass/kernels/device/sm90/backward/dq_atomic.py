@@ -31,9 +31,10 @@ class AtomicSums(Untraced):
         return number * self.kernel.config.consumer_warps + self.thread.warp
 
     @cute.jit
-    def add(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
-        """Add this warp's share of a block."""
-        self.add_share(acc_dq, self.share(tile, head, m_block))
+    def add(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32, share: Int32 | None = None):
+        """Add this warp's share of a block. Args: share: its number, where it is known."""
+        share = self.share(tile, head, m_block) if cutlass.const_expr(share is None) else share
+        self.add_share(acc_dq, share)
 
     @cute.jit
     def end_tile(self, tile_end: cute.Pointer | None, wave: Int32):

@@ -42,7 +42,7 @@ class PrivateSums(AtomicSums):
         return (first + m_block) * self.kernel.config.consumer_warps + self.thread.warp
 
     @cute.jit
-    def add(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32):
+    def add(self, acc_dq: cute.Tensor, tile, head: Int32, m_block: Int32, share: Int32 | None = None):
         """Add this warp's share of a block; the last addition writes dq instead."""
         share = self.share(tile, head, m_block)
         is_first, is_last = self.kernel.is_first_and_last(tile, m_block)

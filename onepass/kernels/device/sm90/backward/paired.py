@@ -251,6 +251,7 @@ class PairedConsumer(WideConsumer):
             self.sums.add_kept(tile)
         if cutlass.const_expr(has_next):
             self.scores.read_lse(next_q)
+            self.scores.prepare(tile, *following)
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)

@@ -175,6 +175,7 @@ class WideConsumer(Untraced):
                 self.pipes.q.consumer_wait(q_state)
                 acc_s = self.gemms.issue_s(q_state)
                 self.scores.read_lse(q_state)
+                self.scores.prepare(tile, head, m_block)
                 warpgroup.wait_group(0)
                 self.pipes.q.consumer_release(q_state)
                 q_state.advance()
@@ -222,6 +223,7 @@ class WideConsumer(Untraced):
         self.gemms.issue_dv(self.scores.rP_of_dv, do_state)
         if cutlass.const_expr(has_next):
             self.scores.read_lse(next_q)
+            self.scores.prepare(tile, *following)
             warpgroup.wait_group(1)
             self.pipes.q.consumer_release(next_q)
             self.scores.exponentials(acc_s, tile, *following)
