@@ -394,6 +394,25 @@ def test_makers_refuse():
             BlockMask.from_indices(*bad, 4)
 
 
+def test_a_compact_mask_says_how_full_it_is():
+    mask = BlockMask.from_blocks(torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 0]])[None, None] > 0, (64, 64))
+    assert mask.most is None
+    compact = mask.compact()
+    assert compact.most == (2, 3)
+    assert compact.to("cpu").most == (2, 3)
+    assert BlockMask.from_blocks(torch.ones(1, 1, 0, 2, dtype=torch.bool)).compact().most == (0, 0)
+    ranges = masks.documents(torch.arange(192) // 100)
+    of_ranges = BlockMask.from_ranges(192, 192, block_size=(64, 64), **ranges).compact()
+    assert of_ranges.is_of_ranges
+    assert of_ranges.most == (3, 3)
+    tensors = {name: randn(1, 192, 2, 8) for name in "qkv"}
+    for given, same in ((compact, mask), (of_ranges, ranges)):
+        expected = onepass.attention(**tensors, **same if isinstance(same, dict) else {"block_mask": same})
+        torch.testing.assert_close(onepass.attention(**tensors, block_mask=given), expected)
+    compiled = torch.compile(lambda: onepass.attention(**tensors, block_mask=compact), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(), onepass.attention(**tensors, block_mask=mask))
+
+
 MASK = BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool), (64, 64))
 DENSE = BlockMask.from_dense(torch.ones(1, 1, 100, 100, dtype=torch.bool), (64, 64))
 

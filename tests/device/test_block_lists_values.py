@@ -98,7 +98,10 @@ class RandomCall:
             bits = None
             if rng.random() < 0.5:
                 bits = integers(-(2**31), 2**31 - 1, *lead_of_blocks, longest[0], -(-longest[1] // 32))
-            blocks = Blocks(kinds, size, bits)
+            most = None
+            if seed % 2:  # as of a compact mask
+                most = tuple(int((kinds != 0).sum(dim).max()) for dim in (-1, -2))
+            blocks = Blocks(kinds, size, bits, most)
         window = rng.choice([(None, None), (None, None), (None, 0), (300, 20)])
         self.mask, self.offsets = Mask.from_options(False, window), offsets
         self.inputs = AttentionInputs(q, k, k, None, *offsets, used, Modifiers(**given), blocks=blocks)

@@ -102,6 +102,27 @@ def test_lists_are_made_once_for_what_shares_them(lead, given, entries, by_head,
     assert found._replace(numbers=None, counts=None, turns=None) == tensors
 
 
+@pytest.mark.parametrize(
+    ("tile", "most", "of_keys", "longest"),
+    [
+        ((64, 128), (2, 4), False, 2),
+        ((64, 64), (1, 4), False, 2),
+        ((192, 128), (1, 4), False, 3),
+        ((192, 192), (1, 4), False, 2),  # 6 blocks of keys, of which there are 2 in all
+        ((64, 128), (0, 0), False, 1),
+        ((64, 128), (3, 1), True, 2),  # of the two query heads of a kv head
+        ((64, 128), (3, 4), True, 5),
+    ],
+)
+def test_lists_of_a_compact_mask_are_as_long_as_its_fullest_row(tile, most, of_keys, longest):
+    problem, inputs = posed((2,), (4, 2), 300, 300, kinds=kinds(1, 4))
+    inputs, made = inputs._replace(blocks=inputs.blocks._replace(most=most)), []
+    tensors = modifiers.arguments_of(problem, inputs.modifiers, inputs.blocks)
+    kernel = block_lists.kernel_of(problem, tile, of_keys)
+    block_lists.with_lists(lambda *arguments: made.append(arguments), kernel, problem, tensors, inputs)
+    assert BlockListsArguments(*made[0]).numbers.shape[3] == longest
+
+
 @pytest.mark.parametrize("name", [*Modifiers._fields, None])
 def test_each_modifier_alone_reaches_the_kernel(name):
     given = HIDING | {

@@ -106,7 +106,6 @@ class GradientScores(Untraced):
         kept: with dropout through registers.
         flags, dropped: with dropout through shared memory: its flags, and the registers of what it keeps of p.
         keeps_slope: whether the kernel calls `load_slope`.
-        reads_masks: whether it calls `read_masks`.
     """
 
     def __init__(
@@ -121,7 +120,6 @@ class GradientScores(Untraced):
         flags: StagedFlags | None = None,
         dropped: cute.Tensor | None = None,
         keeps_slope: bool = False,
-        reads_masks: bool = True,
     ):
         self.kernel, self.region, self.factors, self.modifiers = kernel, region, factors, modifiers
         self.p, self.ds, self.kept, self.flags, self.dropped = p, ds, kept, flags, dropped
@@ -132,8 +130,8 @@ class GradientScores(Untraced):
         # with a softcap: P times its slope 1 - tanh^2
         self.capped = None if factors.tanh_scale is None else cute.make_rmem_tensor((cute.size(p),), p.element_type)
         self.slope = cute.make_rmem_tensor((1,), Float32) if keeps_slope else None  # of ALiBi
-        self.masks = None  # those of `Modifiers.hide`, of each m_tile, where the kernel calls `read_masks`
-        if self.has_intervals and reads_masks:
+        self.masks = None  # those of `Modifiers.hide`, of each m_tile; None: `read_masks` reads nothing
+        if self.has_intervals:
             count = modifiers.num_masks(self.columns, has_keys_in_rows=True)
             self.masks = cute.make_rmem_tensor((count, region.m_tiles), Uint32)
 

@@ -52,14 +52,12 @@ class BackwardScores(GradientScores):
                 dropped = cute.recast_tensor(self.rP_of_dv, Int32)
         # all steps of a tile are of one head, if each query head has keys of its own
         keeps_slope = modifiers is not None and modifiers.tensors.slopes is not None and kernel.group == 1
-        # H200, time saved, in tiles that have whole warpgroups for dK and dV: paired 1 % (causal by ranges) to 12 %
-        # (documents), but -1 % with query_ranges and -2 % with blocks; others -11 % (head_dim 64, clear blocks)
-        reads_masks = not kernel.config.by_gradient
-        if kernel.is_paired and modifiers is not None:
-            reads_masks = not modifiers.hides_by_key
-        super().__init__(
-            *(kernel, region, inputs.factors, modifiers, p, ds, kept, flags, dropped, keeps_slope, reads_masks)
-        )
+        super().__init__(kernel, region, inputs.factors, modifiers, p, ds, kept, flags, dropped, keeps_slope)
+        # Masks that are read ahead save 1 to 12 % of the time of pairs of thread blocks (H200, ranges of keys), but
+        # cost 1 % with query_ranges and 2 % with blocks; without pairs they cost 11 % (head_dim 64, clear blocks).
+        if kernel.config.by_gradient:
+            reads_ahead = kernel.is_paired and modifiers is not None and not modifiers.hides_by_key
+            self.masks = self.masks if reads_ahead else None
 
     def slot(self, tile) -> Int32:
         return super().slot(tile) + self.first_warp
