@@ -8,6 +8,7 @@ that ordinary calls have short lists of arguments.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -212,18 +213,18 @@ def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> Non
     count = _NUM_TENSORS if has_modifiers else NUM_INPUTS
     ctx.options = inputs[count:_NUM_ARGUMENTS]
     later = inputs[_NUM_ARGUMENTS:]
-    ctx.block_size, later = later[2:4], (*later[:2], *later[4:])
-    ctx.num_later = len(later)
-    ctx.save_for_backward(*output, *inputs[:count], *later)
+    ctx.are_tensors = [isinstance(given, Tensor) for given in later]
+    ctx.others = [None if is_tensor else given for is_tensor, given in zip(ctx.are_tensors, later, strict=True)]
+    ctx.save_for_backward(*output, *inputs[:count], *itertools.compress(later, ctx.are_tensors))
     if has_modifiers:
         ctx.constant = tuple(t is not None and not t.requires_grad for t in (inputs[place] for place in _TERMS))
 
 
 def autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     out, lse, *tensors = ctx.saved_tensors
-    gradients: list[Tensor | None] = [None] * (len(tensors) + len(ctx.options) + len(ctx.block_size))
-    first = len(tensors) - ctx.num_later
-    tensors, later = tensors[:first], tensors[first:]
+    first = len(tensors) - sum(ctx.are_tensors)
+    tensors, saved = tensors[:first], iter(tensors[first:])
+    gradients: list[Tensor | None] = [None] * (len(tensors) + len(ctx.options) + len(ctx.others))
     if dout is None and dlse is None:
         return tuple(gradients)
     goes_directly = is_direct(dout, dlse, out, *tensors[:3])
@@ -233,7 +234,7 @@ def autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
         gradients[:4] = found if tensors[3] is not None else (*found[:3], None)
         return tuple(gradients)
     run = _modified_backward if goes_directly else OPERATORS.attention_modified_backward
-    later = *later[:2], *ctx.block_size, *later[2:]
+    later = (next(saved) if is_tensor else other for is_tensor, other in zip(ctx.are_tensors, ctx.others, strict=True))
     found = run(dout, dlse, out, lse, *ctx.constant, *tensors, *ctx.options, *later)
     for place, gradient, is_constant in zip(_PLACES, found, (False,) * 4 + ctx.constant, strict=True):
         if tensors[place] is not None and not is_constant:

@@ -174,7 +174,7 @@ class BlockMask:
 
         The host waits for the device. A call makes lists of blocks of 4 bytes for each pair of a tile of queries and
         one of keys, as if no block were empty; with a tenth of the blocks in each row and column, these take about a
-        tenth. Afterwards kinds must not change.
+        tenth. Those of deterministic backwards take what they took. Afterwards kinds must not change.
         """
         most = 0, 0
         if self.kinds.numel():

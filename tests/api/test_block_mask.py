@@ -409,8 +409,19 @@ def test_a_compact_mask_says_how_full_it_is():
     for given, same in ((compact, mask), (of_ranges, ranges)):
         expected = onepass.attention(**tensors, **same if isinstance(same, dict) else {"block_mask": same})
         torch.testing.assert_close(onepass.attention(**tensors, block_mask=given), expected)
-    compiled = torch.compile(lambda: onepass.attention(**tensors, block_mask=compact), backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(), onepass.attention(**tensors, block_mask=mask))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_gradients_of_a_compact_mask(backend):
+    mask = BlockMask.from_blocks(random_blocks(1, 2, 3, 3), (64, 64))
+    tensors = [randn(1, 192, 2, 8).requires_grad_() for _ in range(3)]
+
+    def gradients(mask: BlockMask) -> tuple:
+        return torch.autograd.grad(onepass.attention(*tensors, block_mask=mask).square().sum(), tensors)
+
+    call = gradients if backend is None else torch.compile(gradients, backend=backend)
+    for own, expected in zip(call(mask.compact()), gradients(mask), strict=True):
+        torch.testing.assert_close(own, expected)
 
 
 MASK = BlockMask.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool), (64, 64))

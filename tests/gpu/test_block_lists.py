@@ -88,6 +88,7 @@ MASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "no key": lambda n: {"query_ranges": _random_ranges(n, n), "seqused_k": torch.tensor([0, 1]).int()},
     "far ranges": lambda n: {"query_ranges": _far(_random_ranges(n, n)), "key_ranges": _far(_random_ranges(n, n))},
     "no block": lambda n: {"block_mask": _blocks(n, 64, share=0.0)},
+    "blocks of heads, compact": lambda n: {"block_mask": _blocks(n, 64, heads=4, share=0.2).compact()},
 }  # fmt: skip
 
 
@@ -100,6 +101,9 @@ PACKED_MASKS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "blocks of 64": lambda total, n, batch: {"block_mask": _blocks(n, 64, batch=batch)},
     "blocks of a kv head, causal": lambda total, n, batch: {
         "block_mask": _blocks(n, 64, heads=2, batch=batch), "causal": True
+    },
+    "blocks of a kv head, compact": lambda total, n, batch: {
+        "block_mask": _blocks(n, 128, heads=2, batch=batch, share=0.2).compact()
     },
     "bits, causal": lambda total, n, batch: {"block_mask": _bits(n, 2, batch), "causal": True},
     "blocks and queries of keys, window": lambda total, n, batch: {
@@ -157,7 +161,7 @@ def test_values_and_gradients(case):
 
 
 @pytest.mark.parametrize(
-    "mask", ["both sides, causal", "blocks of 128, causal", "blocks of 64", "no block", "blocks, ALiBi"]
+    "mask", ["both sides, causal", "blocks of 128, causal", "blocks of heads, compact", "no block", "blocks, ALiBi"]
 )
 @pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_deterministic_gradients(mask, head_dims):

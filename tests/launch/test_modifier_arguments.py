@@ -118,9 +118,11 @@ def test_lists_of_a_compact_mask_are_as_long_as_its_fullest_row(tile, most, of_k
     problem, inputs = posed((2,), (4, 2), 300, 300, kinds=kinds(1, 4))
     inputs, made = inputs._replace(blocks=inputs.blocks._replace(most=most)), []
     tensors = modifiers.arguments_of(problem, inputs.modifiers, inputs.blocks)
-    kernel = block_lists.kernel_of(problem, tile, of_keys)
-    block_lists.with_lists(lambda *arguments: made.append(arguments), kernel, problem, tensors, inputs)
-    assert BlockListsArguments(*made[0]).numbers.shape[3] == longest
+    for deterministic in (False, True):
+        kernel = block_lists.kernel_of(replace(problem, deterministic=deterministic), tile, of_keys)
+        block_lists.with_lists(lambda *arguments: made.append(arguments), kernel, problem, tensors, inputs)
+    found, in_turns = (BlockListsArguments(*arguments).numbers.shape[3] for arguments in made)
+    assert (found, in_turns) == (longest, 5 if of_keys else longest)
 
 
 @pytest.mark.parametrize("name", [*Modifiers._fields, None])

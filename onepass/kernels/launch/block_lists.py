@@ -104,7 +104,8 @@ def with_lists(
     )
     most_q, most_k = _most(kernel, inputs.blocks, blocks_q, blocks_k)
     tiles, width = (blocks_k, most_q) if kernel.of_keys else (blocks_q, most_k)
-    if inputs.blocks is not None and (most := inputs.blocks.most) is not None:
+    # turns count all tiles that visit a block: one whose list is too short, because kinds have changed, would stop all
+    if inputs.blocks is not None and (most := inputs.blocks.most) is not None and not kernel.in_turns:
         width = min(width, _longest(kernel, most[kernel.of_keys]) * group)
 
     def empty(*shape: int) -> Tensor:

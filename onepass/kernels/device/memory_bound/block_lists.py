@@ -165,7 +165,7 @@ class BlockLists:
                 visits, is_full = pairs.compared(*pair, start + lane < blocks)
                 is_partial = visits and not is_full
                 position = select(is_full, full + count_below(is_full), partial + count_below(is_partial))
-                if visits:  # a list may be too short for a compact mask that has changed
+                if visits:  # past the last place only if a compact mask has changed
                     numbers[entry, head, tile, minimum(position, numbers.shape[3] - 1)] = start + lane
                 full, partial = full + count(is_full), partial + count(is_partial)
             if lane == 0:
