@@ -85,6 +85,12 @@ class BlockMask:
             if t.dtype not in (torch.int32, torch.int64) or t.dim() != dims or t.shape[:3] != counts.shape:
                 expected = "int32 or int64, (batch, heads, q_blocks" + (", most blocks)" if dims == 4 else ")")
                 raise ValueError(f"{name}: expected {expected}, got {short_name(t.dtype)}, shape {shape_of(t)}")
+        if counts.device.type == indices.device.type == "cpu":  # for a GPU the host would wait
+            counted = indices[torch.arange(indices.shape[-1]) < counts[..., None]]
+            for name, t, end in (("counts", counts, indices.shape[-1] + 1), ("indices", counted, kv_blocks)):
+                if ((t < 0) | (t >= end)).any():
+                    least, most = (int(n) for n in t.aminmax())
+                    raise ValueError(f"{name}: expected numbers from 0 to {end - 1}, got {least} to {most}")
         return cls(_listed(counts, indices, kv_blocks).to(torch.int8) * FULL, block_size)
 
     @classmethod
@@ -140,17 +146,20 @@ class BlockMask:
 
         Raises: UnsupportedError for a mask_mod: FlexAttention applies it in the blocks of kv_indices.
         """
+        from torch.nn.attention.flex_attention import BlockMask as TorchMask
         from torch.nn.attention.flex_attention import noop_mask
 
+        if not isinstance(mask, TorchMask):
+            raise TypeError(f"mask: expected torch's BlockMask, got {type(mask).__name__}")
         if mask.mask_mod is not noop_mask:
             raise UnsupportedError(
                 f"mask_mod: expected none, got {mask.mask_mod!r}; from_ranges says many masks, from_dense any"
             )
         kv_blocks = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
         seen = _listed(mask.kv_num_blocks, mask.kv_indices, kv_blocks)
-        if mask.full_kv_num_blocks is not None:
+        if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
             seen = seen | _listed(mask.full_kv_num_blocks, mask.full_kv_indices, kv_blocks)
-        return cls.from_blocks(seen, tuple(mask.BLOCK_SIZE))
+        return cls.from_blocks(seen, (mask.BLOCK_SIZE[0], mask.BLOCK_SIZE[1]))
 
     def __repr__(self) -> str:
         """Shapes and no values, for which the host would wait."""

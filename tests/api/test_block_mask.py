@@ -388,7 +388,13 @@ def test_makers_refuse():
         BlockMask.from_ranges(4, 3, query_ranges=ranges)
     with pytest.raises(TypeError, match="key_ranges: expected dtype int32, got int64"):
         BlockMask.from_ranges(4, 4, key_ranges=ranges.long())
+    with pytest.raises(TypeError, match="mask: expected torch's BlockMask, got Tensor"):
+        BlockMask.from_torch(ranges)
     counts, indices = torch.ones(1, 2, 3).int(), torch.zeros(1, 2, 3, 4).int()
+    with pytest.raises(ValueError, match="indices: expected numbers from 0 to 4, got 0 to 5"):
+        BlockMask.from_indices(2 * counts, indices + torch.tensor([0, 5, -1, 9]), 5)
+    with pytest.raises(ValueError, match="counts: expected numbers from 0 to 4, got 5 to 5"):
+        BlockMask.from_indices(5 * counts, indices, 5)
     for bad in ((counts.float(), indices), (counts[0], indices[0]), (counts, indices[:, :1]), (counts, indices.bool())):
         with pytest.raises(ValueError, match=r"s: expected int32 or int64, \(batch, heads, q_blocks"):
             BlockMask.from_indices(*bad, 4)
