@@ -90,14 +90,12 @@ SHORT = {name: replace(asked, batch=HEADS // asked.num_heads_kv) for name, asked
 PROBLEMS |= SHORT
 
 
-# Loads and stores of values that do not fit into registers: numbers of a tile outside of the loop, with ranges or
-# positions intervals where a block is masked, and in turns where the lists of tiles lie.
+# Loads and stores of values that do not fit into registers: numbers of a tile outside of the loop, and in turns where
+# the lists of tiles lie.
 FEW_SPILLS = {
     "256 float16 packed seqused GQA window softcap": 20,
     "128 short GQA seqused window": 3,
     "128 GQA": 8,
-    "64 ranges": 40,
-    "64 positions GQA": 40,
     "64 left padding seqused deterministic": 4,
 }
 PARAMETERS = [pytest.param(name, asked, id=name) for name, asked in PROBLEMS.items()]

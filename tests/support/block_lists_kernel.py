@@ -20,7 +20,9 @@ ANY = torch.tensor([0, 0, 2**30, 2**30])  # extremes that would make a differenc
 @functools.lru_cache(maxsize=64)
 def programs(kernel: launch.Kernel) -> list[ptx_interpreter.Program]:
     code, ptx = machine_code.read_with_ptx(ARCH, functools.partial(launch.trace, kernel))
-    assert code.spills <= 2, kernel  # for sm_80 ptxas keeps one register in memory between the two loops over blocks
+    # for sm_80 ptxas keeps one register in memory, between the two loops over blocks, where packed queries have a mask
+    is_spilling = kernel.is_packed and not kernel.of_keys and "kinds" in kernel.fields
+    assert code.spills <= (2 if is_spilling else 0), kernel
     return ptx_interpreter.parse_all(ptx)
 
 

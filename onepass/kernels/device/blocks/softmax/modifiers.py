@@ -131,7 +131,10 @@ class Modifiers(Untraced):
 
     @property
     def hides_by_query(self) -> bool:
-        """Whether more than `query_ranges`, whose intervals hold rows that exist alone, says which pairs are hidden."""
+        """Whether a pair may be hidden for other reasons than `query_ranges`.
+
+        These hide queries and keys past the last ones as well (`seen_queries`).
+        """
         others = *self.tensors[:3], self.tensors.kinds, *self.window
         return self.tensors.query_ranges is None or any(x is not None for x in others)
 
@@ -213,7 +216,7 @@ class Modifiers(Untraced):
         return tuple(ranges[row, i, place.head, place.row_entry] for i in range(2))
 
     def seen_queries(self, place: Place, key) -> tuple:
-        """Those that exist of the queries [low, high) that see a key; a key that does not exist is seen by none."""
+        """The queries [low, high) of the sequence that see a key; no query sees a key past the last one."""
         low, high = self.queries_of_key(place, key)
         return low, select(key < place.seqlen_k, minimum(high, place.seqlen_q), low)
 
