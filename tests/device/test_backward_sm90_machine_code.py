@@ -74,6 +74,14 @@ PROBLEMS |= {
         64, 64, mask=FULL, has_seqstart_k=True, has_seqused_k=True, deterministic=True
     ),
 }
+BLOCKS = {"mask": FULL, "block_size": (64, 64)}
+PROBLEMS |= {f"{d} blocks of 64": problem(d, d, **BLOCKS) for d in (64, 96, 128)}
+PROBLEMS |= {
+    "64 bits deterministic GQA": problem(64, 64, **BLOCKS, has_block_bits=True, deterministic=True, num_heads_kv=2),
+    "64 blocks of 64 dropout": problem(64, 64, **BLOCKS, dropout_p=0.1),
+    "128 bits": problem(128, 128, **BLOCKS, has_block_bits=True),
+    "128 blocks of 64 packed softcap GQA": problem(128, 128, **BLOCKS, is_packed=True, softcap=30.0, num_heads_kv=2),
+}
 HEADS = 132  # with private_dq, one for each thread block
 SHORT = {
     "64 short": problem(64, 64, mask=FULL),
@@ -96,6 +104,7 @@ FEW_SPILLS = {
     "256 float16 packed seqused GQA window softcap": 20,
     "128 short GQA seqused window": 3,
     "128 GQA": 8,
+    "128 bits": 4,
     "64 left padding seqused deterministic": 4,
 }
 PARAMETERS = [pytest.param(name, asked, id=name) for name, asked in PROBLEMS.items()]

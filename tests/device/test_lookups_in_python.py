@@ -564,14 +564,22 @@ def test_sums_become_a_box_of_dq_in_their_place(device, monkeypatch, width, nan)
 
 
 @pytest.mark.parametrize(
-    ("tile_m", "head_dim", "by_gradient"), [(128, 64, False), (64, 128, False), (64, 72, False), (64, 192, True)]
+    ("head_dim", "config"),
+    [
+        (64, BackwardConfigSm90(tile_m=128)),
+        (128, BackwardConfigSm90()),
+        (72, BackwardConfigSm90()),
+        (64, BackwardConfigSm90(num_warpgroups=1)),
+        (192, BackwardConfigSm90(by_gradient=True)),
+        (128, BackwardConfigSm90(by_queries=True)),
+    ],
 )
-def test_sums_of_dq_are_read_as_they_were_added(device, monkeypatch, tile_m, head_dim, by_gradient):
+def test_sums_of_dq_are_read_as_they_were_added(device, monkeypatch, head_dim, config):
     """What a consumer warp adds for a row and a column, the postprocess finds there; columns past head_dim are left."""
     q = torch.zeros(1, 200, 1, head_dim, dtype=torch.bfloat16)
     options = {"softmax_scale": 1.0, "mask": Mask(), "softcap": None, "deterministic": False}
     problem = AttentionProblem.of(AttentionInputs(q, q, q), **options)
-    config = BackwardConfigSm90(tile_m=tile_m, by_gradient=by_gradient)
+    tile_m, has_pieces = config.tile_m, config.by_gradient or config.by_queries
     columns, by_rows = config.dq_columns(problem), tile_m > 64
     kernel = SimpleNamespace(config=config, dq_columns=columns, is_dq_by_rows=by_rows, true_head_dim=head_dim)
     kernel.num_pieces = config.head_dims(problem)[0] // columns
@@ -583,8 +591,9 @@ def test_sums_of_dq_are_read_as_they_were_added(device, monkeypatch, tile_m, hea
 
     for name, stand_in in {"LANES": 32, "Int64": int}.items():
         monkeypatch.setattr(device.atomic, name, stand_in)
-    kind = device.wide.PieceSums if by_gradient else device.atomic.AtomicSums
-    for part, warp, lane in itertools.product(range(kernel.num_pieces if by_gradient else 2), range(4), range(32)):
+    kind = device.wide.PieceSums if has_pieces else device.atomic.AtomicSums
+    parts = range(kernel.num_pieces if has_pieces else config.num_warpgroups)
+    for part, warp, lane in itertools.product(parts, range(4), range(32)):
         first_row, first_column = 16 * warp + 64 * (part if by_rows else 0), 0 if by_rows else part * columns
 
         def add(place, values, lane=lane, first_row=first_row, first_column=first_column):
@@ -593,12 +602,12 @@ def test_sums_of_dq_are_read_as_they_were_added(device, monkeypatch, tile_m, hea
                 added[place + c] = first_row + row, first_column + column
 
         monkeypatch.setattr(device.atomic, "add_to_global", add)
-        thread = SimpleNamespace(wg=part, warp=warp if by_gradient else 4 * part + warp, lane=lane)
+        thread = SimpleNamespace(wg=part, warp=warp if has_pieces else 4 * part + warp, lane=lane)
         accumulator = SimpleNamespace(dq=SimpleNamespace(iterator=0))
         sums = SimpleNamespace(kernel=kernel, thread=thread, accumulator=accumulator)
         sums.address = functools.partial(device.atomic.AtomicSums.address, sums)
         sums.column_blocks = functools.partial(kind.column_blocks, sums)
-        share = kind.share_of_piece(sums, 0, part) if by_gradient else thread.warp
+        share = kind.share_of_piece(sums, 0, part) if has_pieces else thread.warp
         device.atomic.AtomicSums.add_share.__wrapped__(sums, Values(np.arange(columns // 2)), share)
 
     postprocess = device.rows.Postprocess(problem, config)
@@ -686,8 +695,14 @@ def test_the_descale_of_a_cache_is_in_one_scale(device, tanh_scale):
 
 @pytest.mark.parametrize(
     "config",
-    [BackwardConfigSm90(), BackwardConfigSm90(by_gradient=True), BackwardConfigSm90(by_gradient=True, paired=True)],
-    ids=["all gradients", "a gradient each", "pairs"],
+    [
+        BackwardConfigSm90(),
+        BackwardConfigSm90(num_warpgroups=1),
+        BackwardConfigSm90(by_queries=True),
+        BackwardConfigSm90(by_gradient=True),
+        BackwardConfigSm90(by_gradient=True, paired=True),
+    ],
+    ids=["all gradients", "one warpgroup", "the same keys", "a gradient each", "pairs"],
 )
 def test_warps_add_to_places_of_their_own_in_dslopes(device, config):
     """Each warp of each tile of keys that computes dS has a place, and there is none for another one."""

@@ -77,6 +77,7 @@ MASKS: dict[str, Callable[[int], dict[str, Any]]] = {
         "block_mask": _bits(n, heads=4), "causal": True, "query_ranges": _random_ranges(n, n)
     },
     "blocks of 64, softcap": lambda n: {"block_mask": _blocks(n, 64, heads=4), "softcap": 4.0},
+    "blocks of 64, dropout": lambda n: {"block_mask": _blocks(n, 64, heads=2), "dropout_p": 0.2},
     "bits, bias": lambda n: {"block_mask": _bits(n), "bias": torch.randn(1, 4, n, n, dtype=BF16)},
     "blocks, positions, left padding": lambda n: {
         "block_mask": _blocks(n, 128), "q_positions": torch.randint(0, n, (2, n)).int(), "causal": True,

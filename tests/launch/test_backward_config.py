@@ -36,7 +36,7 @@ def test_a_field_of_the_wrong_type(fields, message):
 @pytest.mark.parametrize(
     ("fields", "changes", "message"),
     [
-        ({"num_warpgroups": 3}, {}, "num_warpgroups: expected 2, got 3"),
+        ({"num_warpgroups": 3}, {}, "num_warpgroups: expected 1 or 2, got 3"),
         ({"tile_m": 96}, {}, "tile_m: expected 64 or 128, got 96"),
         ({"tile_m": 128, "by_gradient": True}, {}, "tile_m: expected 64 with by_gradient, got 128"),
         ({"private_dq": True, "dynamic_tiles": True}, {}, "private_dq: expected .* dynamic_tiles off"),
@@ -77,10 +77,35 @@ def test_every_problem_gets_a_configuration_that_it_can_take():
         range(8, 257, 8), range(8, 257, 8), masks, (None, 30.0), (False, True)
     ):
         asked = replace(PROBLEM, head_dim=d, head_dim_v=dv, mask=mask, softcap=softcap, is_packed=is_packed)
-        for lengths in ({}, {"seqlen_q": 100, "seqlen_k": 100, "batch": 33}):
-            config = heuristics.backward_config_sm90(replace(asked, **lengths))
-            config.check(asked)
-            assert config.smem_bytes(asked) <= SMEM_BYTES
+        blocks = {"block_size": (64, 64)}
+        for changes in ({}, {"seqlen_q": 100, "seqlen_k": 100, "batch": 33}, blocks, {**blocks, "deterministic": True}):
+            changed = replace(asked, **changes)
+            config = heuristics.backward_config_sm90(changed)
+            config.check(changed)
+            assert config.smem_bytes(changed) <= SMEM_BYTES
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "chosen"),
+    [
+        (64, {}, BackwardConfigSm90(num_warpgroups=1, dynamic_tiles=True)),
+        (64, {"deterministic": True}, BackwardConfigSm90(num_warpgroups=1, dynamic_tiles=True)),
+        (96, {}, BackwardConfigSm90(by_queries=True, q_stages=4, do_stages=4, dynamic_tiles=True)),
+        (128, {"deterministic": True}, None),
+        (128, {"dropout_p": 0.1}, None),
+        (128, {"block_size": (64, 128)}, BackwardConfigSm90(q_stages=3, dynamic_tiles=True, overlap_gradients=True)),
+        (192, {}, None),
+    ],
+)
+def test_masks_of_blocks_of_64_keys(head_dim, changes, chosen):
+    """None: a gradient for each warpgroup."""
+    asked = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim, mask=Mask(), **{"block_size": (64, 64), **changes})
+    config = heuristics.backward_config_sm90(asked)
+    assert (
+        (config.by_gradient and not config.paired)
+        if chosen is None
+        else replace(config, background_rows=True) == chosen
+    )
 
 
 def test_where_pairs_of_thread_blocks_share_tiles():

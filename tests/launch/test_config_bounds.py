@@ -9,7 +9,7 @@ from onepass.errors import UnsupportedError
 from onepass.kernels.config import (
     REGISTERS,
     REGISTERS_OF_PAGES,
-    REGISTERS_OF_TWO,
+    REGISTERS_SHARED,
     BackwardConfigSm80,
     BackwardConfigSm90,
     ForwardConfigSm80,
@@ -26,6 +26,7 @@ FORWARD_SM90 = ForwardConfigSm90(64)
 ONE_WARPGROUP = replace(FORWARD_SM90, num_warpgroups=1)
 FP8_SUMS = replace(FORWARD_SM90, two_level_sums=True, overlap_gemm_softmax=False)
 NO_PRODUCER = ForwardConfigSm90(64, warp_specialized=False, overlap_tiles=False)
+BY_QUERIES = BackwardConfigSm90(by_queries=True, q_stages=4)
 # a configuration, a field, the values that are tried, those that are accepted, and what the problem is otherwise
 CASES = (
     (FORWARD_SM80, "num_warps", range(17), {2, 4}, {}),
@@ -80,8 +81,9 @@ CASES = (
     (FORWARD_SM90, "transposes_v", (False, True), {False, True}, FP8),
     (FORWARD_SM90, "transposes_v", (False, True), {False}, {}),
     (replace(FORWARD_SM90, cluster_size=2), "transposes_v", (False, True), {False}, FP8),
-    (ONE_WARPGROUP, "blocks_per_sm", range(4), {1, 2}, {}),
-    (FORWARD_SM90, "blocks_per_sm", (1, 2), {1}, {}),
+    (ONE_WARPGROUP, "blocks_per_sm", range(6), {1, 2, 3}, {}),
+    (ONE_WARPGROUP, "blocks_per_sm", range(6), {1, 2}, {"head_dim": 128, "head_dim_v": 128}),
+    (FORWARD_SM90, "blocks_per_sm", (1, 2, 3), {1}, {}),
     (replace(ONE_WARPGROUP, transposes_v=True), "blocks_per_sm", (1, 2), {1}, FP8),
     (ONE_WARPGROUP, "blocks_per_sm", (1, 2), {1}, {"kv_dtype": torch.float8_e4m3fn}),
     (NO_PRODUCER, "blocks_per_sm", (1, 2), {1}, {}),
@@ -94,6 +96,17 @@ CASES = (
     (BackwardConfigSm90(), "do_stages", range(5), {1, 2, 3, 4}, {}),
     (BackwardConfigSm90(), "by_gradient", (False, True), {True}, {"head_dim": 192}),
     (BackwardConfigSm90(), "by_gradient", (False, True), {False, True}, {"head_dim": 128, "head_dim_v": 128}),
+    (BackwardConfigSm90(), "num_warpgroups", range(5), {1, 2}, {}),
+    (BackwardConfigSm90(), "num_warpgroups", (1, 2), {2}, {"head_dim": 128, "head_dim_v": 128}),
+    (BackwardConfigSm90(by_gradient=True), "num_warpgroups", (1, 2), {2}, {}),
+    (BY_QUERIES, "num_warpgroups", (1, 2), {2}, {}),
+    (BY_QUERIES, "tile_m", (64, 128), {64}, {}),
+    (BY_QUERIES, "q_stages", range(9), {4, 6, 8}, {}),
+    (BY_QUERIES, "do_stages", range(9), {2, 4, 6, 8}, {}),
+    (BY_QUERIES, "overlap_gradients", (False, True), {False}, {}),
+    (BY_QUERIES, "by_gradient", (False, True), {False}, {}),
+    (BY_QUERIES, "private_dq", (False, True), {False}, {}),
+    (BackwardConfigSm90(q_stages=4), "by_queries", (False, True), {False}, {"deterministic": True}),
     (BackwardConfigSm90(by_gradient=True), "overlap_gradients", (False, True), {False}, {}),
     (BackwardConfigSm90(by_gradient=True), "private_dq", (False, True), {False}, {}),
     (BackwardConfigSm90(), "private_dq", (False, True), {False, True}, {}),
@@ -138,9 +151,13 @@ def test_architectures_that_are_refused(config, refusing):
     assert tuple(arch for arch in archs if not accepts(config, problem, arch)) == refusing
 
 
-@pytest.mark.parametrize(("table", "blocks"), [(REGISTERS, 1), (REGISTERS_OF_PAGES, 1), (REGISTERS_OF_TWO, 2)])
-def test_no_thread_asks_for_registers_that_a_launch_does_not_give(table, blocks):
+@pytest.mark.parametrize(
+    ("blocks", "num_warpgroups", "registers"),
+    [(1, *row) for table in (REGISTERS, REGISTERS_OF_PAGES) for row in table.items()]
+    + [(blocks, 1, registers) for blocks, registers in REGISTERS_SHARED.items()],
+)
+def test_no_thread_asks_for_registers_that_a_launch_does_not_give(blocks, num_warpgroups, registers):
     """A launch gives every thread the same multiple of 8, up to 255; a request for more than are free never ends."""
-    for num_warpgroups, (producer, consumer) in table.items():
-        given = min(65536 // (128 * (num_warpgroups + 1) * blocks), 255) // 8 * 8
-        assert producer + num_warpgroups * consumer <= (num_warpgroups + 1) * given
+    producer, consumer = registers
+    given = min(65536 // (128 * (num_warpgroups + 1) * blocks), 255) // 8 * 8
+    assert producer + num_warpgroups * consumer <= (num_warpgroups + 1) * given

@@ -188,6 +188,17 @@ def add_share(sums, acc_dq, share):
     machine.pause()
 
 
+def put_sums(consumer, sums, first, wg):
+    place = consumer.exchange.sdS[None, None, consumer.exchange.ds_tile(0)]
+    place.write(consumer.thread.warp % 4, ("sums", sums[0] or ()))
+
+
+def add_sums(consumer, sums, first, wg):
+    name, terms = consumer.exchange.sdS[None, None, consumer.kernel.ds_buffers * wg].content
+    assert name == "sums"
+    sums.fill((sums[0] or ()) + terms)
+
+
 def copy_to_peer(machine, target, source, num_bytes, barrier, rank):
     own = machine.current.block
     block, sent = own.cluster.blocks[rank], source[None, None, 0]
@@ -286,9 +297,8 @@ class Launch(kernel_language.Launch):
                 continue
         super().__init__(modules(), kernel, seed)
         kernel.problem = self.problem
-        kernel.shares = 4 * (
-            kernel.num_pieces if self.config.by_gradient else kernel.num_warpgroups
-        )  # of a block of dQ
+        has_pieces = self.config.by_gradient or self.config.by_queries
+        kernel.shares = 4 * (kernel.num_pieces if has_pieces else kernel.num_warpgroups)  # of a block of dQ
         machine, problem = self.machine, self.problem
         machine.stored, machine.sums, machine.prepared = Counter(), defaultdict(list), Counter()
         machine.written, machine.complete, machine.repaired, machine.with_nan = Counter(), {}, [], set()
@@ -319,6 +329,8 @@ class Launch(kernel_language.Launch):
             ),
         )
         self.modules["sm90.backward.dq_atomic"].AtomicSums.add_share = add_share
+        shared = self.modules["sm90.backward.shared_keys"].SharedKeysConsumer
+        shared.put, shared.add = put_sums, add_sums
         rows = self.modules["sm90.backward.rows"].BackgroundRows
         rows._load_rows, rows._write_stats, rows._store_box = load_rows, write_stats, store_box
         rows._convert_box, rows._repair_block, rows._staged = convert_box, repair_block, lambda *_: None
@@ -476,7 +488,9 @@ def draw_config(rng, fixed):
 
     names = "pingpong", "longest_first", "dynamic_tiles", "descending_turns", "overlap_gradients", "heads_together"
     drawn = {name: flag() for name in (*names, "background_rows")}
-    drawn |= {"q_stages": rng.choice((2, 3)), "do_stages": rng.choice((1, 2)), "ascending_mib": rng.choice((0, 1))}
+    stages = ((4, 6), (2, 4)) if fixed.get("by_queries") else ((2, 3), (1, 2))
+    drawn |= dict(zip(("q_stages", "do_stages"), map(rng.choice, stages), strict=True))
+    drawn["ascending_mib"] = rng.choice((0, 1))
     drawn["ring_lag"] = rng.choice((0, 0, 1, 2))
     drawn |= {name: value for name, value in fixed.items() if name in BackwardConfigSm90.__dataclass_fields__}
     return BackwardConfigSm90(**drawn)

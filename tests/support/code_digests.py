@@ -102,6 +102,7 @@ def _backward_sm90() -> Iterator[tuple[str, Request]]:
         "64 ranges": problem(64, 64, 4096, has_key_ranges=True),
         "128 query ranges": problem(128, 128, 4096, has_query_ranges=True),
         "64 blocks of 64": problem(64, 64, 4096, mask=FULL, block_size=(64, 64)),
+        "128 blocks of 64": problem(128, 128, 4096, mask=FULL, block_size=(64, 64)),
     }
     whole = "128 full", "128 packed seqused", "256 causal"  # the cases that stand for kernels of query rows, too
     for name, one in asked.items():

@@ -20,7 +20,7 @@ PROGRESS_HEADER = 8  # words of the backward's counters that are not those of a 
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
-REGISTERS_OF_TWO = {1: (40, 216)}  # thread blocks on a multiprocessor
+REGISTERS_SHARED = {2: (40, 216), 3: (24, 136)}  # of one consumer warpgroup, by thread blocks on a multiprocessor
 REGISTERS_TO_TRANSPOSE = REGISTERS | {2: (40, 232), 4: (32, 112)}  # V, next to a producer
 REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # of a producer that looks up pages
 # Registers of a producer, a consumer and a converting thread, over an e4m3 cache.
@@ -80,7 +80,7 @@ class ForwardConfigSm90(LaunchConfig):
         p_codes: in FP8, P is computed by integers, not by exponentials, with up to 8 percent of error instead of 6
             (blocks/softmax/scaled.py). lse is off by up to 0.084, so calls whose lse or gradients are used refuse it.
 
-        blocks_per_sm: thread blocks that share a multiprocessor, 1 or 2; 2 only of one warpgroup each.
+        blocks_per_sm: thread blocks that share a multiprocessor, 1, or 2 or 3 of one warpgroup each.
 
     Raises: TypeError for a value of another type than its field's.
     """
@@ -230,12 +230,12 @@ class ForwardConfigSm90(LaunchConfig):
             self._check_float32()
         if problem.has_e4m3_cache:
             self._check_e4m3_cache(problem)
-        may_share = self.warp_specialized and self.num_warpgroups in REGISTERS_OF_TWO
+        may_share = self.warp_specialized and self.num_warpgroups == 1 and self.blocks_per_sm in REGISTERS_SHARED
         may_share = may_share and not (self.transposes_v or problem.has_e4m3_cache)
-        if self.blocks_per_sm not in (1, 2) or (self.blocks_per_sm == 2 and not may_share):
+        if self.blocks_per_sm != 1 and not may_share:
             raise UnsupportedError(
-                "blocks_per_sm: expected 1, or 2 with one warpgroup and a producer, which do not transpose or convert, "
-                f"got {self}"
+                "blocks_per_sm: expected 1, or 2 or 3 with one warpgroup and a producer, which do not transpose or "
+                f"convert, got {self}"
             )
         # of each thread block on a multiprocessor, the system takes 1 KiB
         needed, limit = self.smem_bytes(problem), (SMEM_BYTES + 1024) // self.blocks_per_sm - 1024
@@ -243,8 +243,8 @@ class ForwardConfigSm90(LaunchConfig):
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {limit}")
         # without a producer to take them from, as many as the launch gives
         registers_of = REGISTERS_TO_CONVERT if problem.has_e4m3_cache else REGISTERS
-        registers_of = REGISTERS_OF_TWO if self.blocks_per_sm == 2 else registers_of
-        available = registers_of[self.num_warpgroups][1]
+        shared = REGISTERS_SHARED.get(self.blocks_per_sm)
+        available = (shared or registers_of[self.num_warpgroups])[1]
         if not self.warp_specialized:
             available = 65536 // self.num_threads // 8 * 8
         registers = self.accumulator_registers(problem)
@@ -303,8 +303,10 @@ class BackwardConfigSm90(LaunchConfig):
 
     Attributes:
         tile_m: query rows of one step of the main loop, 64 or 128.
-        num_warpgroups: consumer warpgroups: 2.
+        num_warpgroups: consumer warpgroups: 2, or 1 of each of two thread blocks that share a multiprocessor.
         by_gradient: one warpgroup has dV and the other dK, of the same 64 keys; else each has both, of its own 64 keys.
+        by_queries: each warpgroup has both, of the same 64 keys, and every other block of queries; at the end of a tile
+            they add their sums: see device/sm90/backward/shared_keys.py.
         q_stages, do_stages: buffers for Q and for dO.
         private_dq: a thread block takes all tiles of keys of a kv head, one after the other. It sums dQ by itself: no
             zeros before, no other thread block's additions, and the last tile writes dq. For many heads of short
@@ -351,6 +353,7 @@ class BackwardConfigSm90(LaunchConfig):
     overlap_gradients: bool = False
     paired: bool = False
     heads_together: bool = False
+    by_queries: bool = False
 
     # of a copy: what TMA reads is aligned
     vector_bytes: ClassVar[int] = 16
@@ -358,7 +361,7 @@ class BackwardConfigSm90(LaunchConfig):
     @property
     def row_blocks(self) -> int:
         """Row blocks of 64 keys that a thread block has of a tile."""
-        return 1 if self.by_gradient else self.num_warpgroups
+        return 1 if self.by_gradient or self.by_queries else self.num_warpgroups
 
     @property
     def tile_blocks(self) -> int:
@@ -371,8 +374,33 @@ class BackwardConfigSm90(LaunchConfig):
         return ROWS_PER_WARPGROUP * self.row_blocks * self.tile_blocks
 
     @property
+    def blocks_per_sm(self) -> int:
+        """Thread blocks that share a multiprocessor."""
+        return 2 if self.num_warpgroups == 1 else 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a producer and of a consumer thread."""
+        return REGISTERS_SHARED.get(self.blocks_per_sm) or REGISTERS[self.num_warpgroups]
+
+    @property
+    def query_owners(self) -> int:
+        """Consumers that read each block of queries: one of so many warpgroups."""
+        return self.num_warpgroups if self.by_queries else 1
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether warpgroups issue their GEMMs in turns."""
+        return self.pingpong and self.num_warpgroups > 1 and not self.by_queries
+
+    @property
     def ds_buffers(self) -> int:
         return 1 if self.paired else DS_BUFFERS
+
+    @property
+    def ds_tiles(self) -> int:
+        """Tiles of 64 keys in all buffers of dS."""
+        return self.ds_buffers * self.row_blocks * self.query_owners
 
     def keys_in_registers(self, problem: AttentionProblem) -> bool:
         """Whether a warpgroup has its K in registers for S^T = K Q^T, which then reads a third less shared memory.
@@ -415,7 +443,8 @@ class BackwardConfigSm90(LaunchConfig):
     def rows_in_background(self, problem: AttentionProblem) -> bool:
         """Whether the main kernel is the only one."""
         # packed: the first tiles are those of all heads, whose rows would all have to be prepared
-        is_possible = not problem.is_packed and not problem.has_modifiers and not self.paired
+        is_possible = not (problem.is_packed or problem.has_modifiers or self.paired or self.by_queries)
+        is_possible = is_possible and self.blocks_per_sm == 1
         takes_tiles = self.private_dq or self.dynamic_tiles
         return self.background_rows and takes_tiles and is_possible
 
@@ -425,14 +454,14 @@ class BackwardConfigSm90(LaunchConfig):
 
     def dq_columns(self, problem: AttentionProblem) -> int:
         """Columns of the pieces (64 rows each) that a dQ of tile_m rows is computed in."""
-        if self.by_gradient:
+        if self.by_gradient or self.by_queries:
             return 64
         return self.head_dims(problem)[0] * self.tile_m // ROWS_PER_WARPGROUP // self.num_warpgroups
 
     def head_dims(self, problem: AttentionProblem) -> tuple[int, int]:
-        """The head dims that the kernel is compiled for: with by_gradient never 96, which is no multiple of 64."""
+        """The head dims that the kernel is compiled for: where dQ is in pieces of 64 columns, never 96."""
         d, dv = (head_dim_tile(d) for d in (problem.head_dim, problem.head_dim_v))
-        if self.by_gradient:
+        if self.by_gradient or self.by_queries:
             d, dv = (128 if d == 96 else d), (128 if dv == 96 else dv)
         return d, dv
 
@@ -478,7 +507,7 @@ class BackwardConfigSm90(LaunchConfig):
         keys = ROWS_PER_WARPGROUP * self.row_blocks
         kv = keys * (d + dv)
         q_do = self.tile_m * (self.q_stages * d + self.do_stages * dv)
-        ds = self.ds_buffers * keys * self.tile_m
+        ds = self.ds_tiles * ROWS_PER_WARPGROUP * self.tile_m
         p = keys * self.tile_m * self.p_copies(problem)
         if self.paired:
             # P lies where dS will be; the other thread block's dS, and its keys in half of the columns of dQ
@@ -487,7 +516,7 @@ class BackwardConfigSm90(LaunchConfig):
         # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and P,
         # and in pairs empty of dS
         barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0)
-        barriers += 3 if self.paired else 2 * DS_BUFFERS
+        barriers += 3 if self.paired else 2 * DS_BUFFERS * self.query_owners
         if self.adds_in_turns(problem):
             barriers += 4 * self.num_warpgroups
         flags = 16 * self.consumer_warps * self.flag_vectors(problem)
@@ -507,14 +536,18 @@ class BackwardConfigSm90(LaunchConfig):
     def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
         _require_hopper(arch)
-        if self.num_warpgroups != 2:  # each has a half of dQ, or of the gradients
-            raise UnsupportedError(f"num_warpgroups: expected 2, got {self.num_warpgroups}")
+        if self.num_warpgroups not in (1, 2):
+            raise UnsupportedError(f"num_warpgroups: expected 1 or 2, got {self.num_warpgroups}")
+        if self.num_warpgroups == 1 and (self.by_gradient or self.by_queries or self.private_dq):
+            raise UnsupportedError("num_warpgroups: expected 2 with by_gradient, by_queries and private_dq, got 1")
         if self.tile_m not in (64, 128):
             raise UnsupportedError(f"tile_m: expected 64 or 128, got {self.tile_m}")
         if self.by_gradient and self.tile_m != 64:
             raise UnsupportedError(f"tile_m: expected 64 with by_gradient, got {self.tile_m}")
-        if self.by_gradient and self.overlap_gradients:
-            raise UnsupportedError("overlap_gradients: expected False with by_gradient")
+        if (self.by_gradient or self.by_queries) and self.overlap_gradients:
+            raise UnsupportedError("overlap_gradients: expected False with by_gradient and by_queries")
+        if self.by_queries:
+            self._check_by_queries(problem)
         if self.ring_lag < 0 or (self.adds_in_rings(problem) and not self.permits_rings(problem)):
             raise UnsupportedError(f"ring_lag: expected 0 where tiles differ or are drawn, got {self.ring_lag}")
         if self.adds_descending(problem) and problem.has_backward_lists:
@@ -538,10 +571,11 @@ class BackwardConfigSm90(LaunchConfig):
         if max(problem.head_dim, problem.head_dim_v) > 128 and not self.by_gradient:
             got = f"{problem.head_dim} and {problem.head_dim_v}"
             raise UnsupportedError(f"head_dim: expected up to 128 without by_gradient, got {got}")
-        needed = self.smem_bytes(problem)
-        if needed > SMEM_BYTES:
-            raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {SMEM_BYTES}")
-        registers, available = self.accumulator_registers(problem), REGISTERS[self.num_warpgroups][1]
+        # of each thread block on a multiprocessor, the system takes 1 KiB
+        needed, limit = self.smem_bytes(problem), (SMEM_BYTES + 1024) // self.blocks_per_sm - 1024
+        if needed > limit:
+            raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {limit}")
+        registers, available = self.accumulator_registers(problem), self.registers[1]
         if registers > available - 32:
             needs = f"{self} needs {registers} for dK, dV, S, P and dS"
             raise UnsupportedError(f"registers: {needs}, a thread has {available} and addresses take 32 of them")
@@ -550,6 +584,17 @@ class BackwardConfigSm90(LaunchConfig):
         """Whether all tiles of keys have the same query blocks, and thread blocks that are known beforehand."""
         is_even = problem.mask.is_full and not (problem.is_packed or problem.has_seqused_k or problem.has_intervals)
         return is_even and not self.dynamic_tiles
+
+    def _check_by_queries(self, problem: AttentionProblem) -> None:
+        if self.by_gradient or self.private_dq or self.tile_m != 64:
+            raise UnsupportedError(f"by_queries: expected tile_m=64, no by_gradient and no private_dq, got {self}")
+        # Buffers belong to one warpgroup each: one that had not seen a phase of a barrier would mistake the next one
+        # for it. While a warpgroup has a block of Q it waits for its next one.
+        if self.q_stages < 4 or self.q_stages % 2 or self.do_stages % 2:
+            got = f"{self.q_stages} and {self.do_stages}"
+            raise UnsupportedError(f"by_queries: expected even q_stages and do_stages, from 4 and 2 on, got {got}")
+        if problem.deterministic:
+            raise UnsupportedError("by_queries: expected a problem that is not deterministic")
 
     def _check_paired(self, problem: AttentionProblem) -> None:
         if not self.by_gradient or self.private_dq:

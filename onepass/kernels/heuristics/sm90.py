@@ -211,8 +211,8 @@ def _of_blocks(problem: AttentionProblem) -> ForwardConfigSm90:
     base = replace(base, dynamic_tiles=True)
     choices = [replace(base, tile_n=64 * most_keys, q_stages=2), base]
     if base.num_warpgroups == 1:
-        two = replace(base, blocks_per_sm=2)
-        choices = [replace(two, num_stages=4), replace(two, num_stages=3), two, base]
+        two, three = (replace(base, blocks_per_sm=count) for count in (2, 3))
+        choices = [three, replace(two, num_stages=4), replace(two, num_stages=3), two, base]
     return next(config for config in choices if _fits(config, problem))
 
 
@@ -321,9 +321,9 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
     is_dynamic = True
     widest = max(problem.head_dim, problem.head_dim_v)
     in_background = _does_rows_in_background(problem)
-    # tiles of 64 keys: H200, random blocks, a quarter of 16k kept, TFLOP/s of the kept ones (with tiles of 128 keys):
-    # blocks of 64, head_dim 128 454 (287), 64 343 (176); blocks of 128 426 (589) and 343 (408)
     has_narrow_blocks = _is_of_blocks(problem) and (problem.block_size or (0, 0))[1] % 128 != 0
+    if has_narrow_blocks and (config := _of_narrow_blocks(problem)):
+        return config
     if widest > 128 or has_narrow_blocks:
         config = BackwardConfigSm90(by_gradient=True, dynamic_tiles=is_dynamic, background_rows=in_background)
         if _is_paired(problem) and not has_narrow_blocks:
@@ -341,6 +341,25 @@ def backward_config_sm90(problem: AttentionProblem, arch: str = HOPPER) -> Backw
         return replace(config, private_dq=True, dynamic_tiles=False)
     config = replace(config, heads_together=_visits_heads_together(problem))
     return _with_turns(config, problem)
+
+
+def _of_narrow_blocks(problem: AttentionProblem) -> BackwardConfigSm90 | None:
+    """The configuration of a block_mask whose blocks have 64 keys, up to head_dim 128; None: by_gradient.
+
+    H200, random blocks of 64, 16k tokens of hidden size 2048, 10, 25 and 50 percent kept, TFLOP/s of the kept ones:
+
+        head_dim 64, a warpgroup in each of two thread blocks 374 411 403, by_queries 346 368 376, by_gradient 304 326
+            337; tiles of 128 keys 176 (25 percent, another run)
+        head_dim 128, by_queries 423 462 464, by_gradient 398 421 423; tiles of 128 keys 287 (likewise)
+
+    At head_dim 128 a warpgroup of two thread blocks lacks registers, and with dropout by_queries, too.
+    """
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest <= 64:
+        return BackwardConfigSm90(num_warpgroups=1, dynamic_tiles=True)
+    if widest <= 128 and not problem.deterministic and problem.dropout_p == 0:
+        return BackwardConfigSm90(by_queries=True, q_stages=4, do_stages=4, dynamic_tiles=True)
+    return None
 
 
 def _with_turns(config: BackwardConfigSm90, problem: AttentionProblem) -> BackwardConfigSm90:

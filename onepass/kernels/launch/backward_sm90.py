@@ -76,7 +76,7 @@ def prepare(
     blocks_per_head, tiles = counts(problem, config)
     shares = problem.num_heads_kv * problem.batch if config.private_dq else tiles
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    num_clusters = min(shares, num_sms // config.tile_blocks)
+    num_clusters = min(shares, num_sms * config.blocks_per_sm // config.tile_blocks)
     section = heads_per_section(problem, config, num_clusters)
     kernels = {request.name: compile.get(*request) for request in compile_requests(problem, has_dlse, config)}
     before, after, sinks = (kernels.get(f"backward_{name}") for name in ("preprocess", "postprocess", "sinks"))

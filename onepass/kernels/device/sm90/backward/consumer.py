@@ -57,19 +57,44 @@ class BackwardConsumer(Untraced):
     def __init__(self, kernel, buffers: Buffers, inputs: Inputs):
         self.kernel, self.pipes = kernel, inputs.pipes
         self.thread = thread = this_thread()
-        self.pingpong = Pingpong(kernel.config.pingpong, thread.wg, kernel.num_warpgroups)
-        self.gemms = BackwardGemms(kernel, thread, inputs.mmas, buffers)
-        self.scores = BackwardScores(kernel, thread, inputs, buffers, thread.wg * ROWS_PER_WARPGROUP)
-        self.exchange = Exchange(kernel, thread, inputs.mmas, buffers, thread.wg)
-        self.sums = (PrivateSums if kernel.has_private_dq else AtomicSums)(kernel, thread, inputs)
+        self.pingpong = Pingpong(kernel.config.takes_turns, thread.wg, kernel.num_warpgroups)
+        self.make_parts(buffers, inputs)
         self.gradients = KeyGradients(kernel, self.scores.region, inputs)
         self.past_the_end = PastTheEnd(kernel, thread, inputs.pipes, buffers)
         self.overlaps = kernel.config.overlap_gradients
         # With a softcap registers are scarce: those of delta become those of dP. Dropout scales dP alone.
         self.delta_in_dp = self.scores.capped is not None and not self.scores.drops
+
+    def make_parts(self, buffers: Buffers, inputs: Inputs):
+        """Make what differs where warpgroups have the same keys (shared_keys.py)."""
+        kernel, thread, mmas = self.kernel, self.thread, inputs.mmas
+        self.gemms = BackwardGemms(kernel, thread, mmas, buffers)
+        self.scores = BackwardScores(kernel, thread, inputs, buffers, thread.wg * ROWS_PER_WARPGROUP)
+        self.exchange = Exchange(kernel, thread, mmas, buffers, thread.wg)
+        self.sums = (PrivateSums if kernel.has_private_dq else AtomicSums)(kernel, thread, inputs)
         # the rows of K and V that this warpgroup's GEMMs read: K of all warpgroups, because dQ sums over their keys
         self.rows_of_keys = [(buffers.k[None, None, w], w * ROWS_PER_WARPGROUP) for w in range(kernel.num_warpgroups)]
         self.rows_of_keys.append((buffers.v[None, None, thread.wg], thread.wg * ROWS_PER_WARPGROUP))
+
+    # ---------------------------------------------------------------- the blocks of queries that this warpgroup has
+
+    stride = 1  # each one of so many
+
+    def first_buffers(self, q_state, do_state) -> tuple:
+        """The states of the first buffers that this warpgroup reads, from those of all."""
+        return q_state, do_state
+
+    def num_steps(self, tile) -> Int32:
+        """How many of a tile's blocks it has."""
+        return (tile.last - tile.first) * self.kernel.group
+
+    def first_visit(self, tile) -> tuple:
+        return self.kernel.first_visit(tile)
+
+    def next_visit(self, tile, head: Int32, m_block: Int32) -> tuple:
+        for _ in range(self.stride):
+            head, m_block = self.kernel.next_visit(tile, head, m_block)
+        return head, m_block
 
     # ---------------------------------------------------------------- through all tiles of the thread block
 
@@ -79,9 +104,10 @@ class BackwardConsumer(Untraced):
         wave, number = Int32(0), queue.first()
         ds_count = Int32(0)
         self.pingpong.begin()
+        q_state, do_state = self.first_buffers(q_state, do_state)
         while number < queue.num_tiles:
             tile = self.kernel.tile_at(number, schedule, seqlens)
-            num_steps = (tile.last - tile.first) * self.kernel.group
+            num_steps = self.num_steps(tile)
             self.gemms.acc_dk.fill(0.0)
             self.gemms.acc_dv.fill(0.0)
             if num_steps > 0:
@@ -89,7 +115,7 @@ class BackwardConsumer(Untraced):
                 self.pipes.v.consumer_wait(kv_state)
                 self.past_the_end.clear_keys(tile, self.rows_of_keys)
                 self.gemms.load_keys()
-                head, m_block = self.kernel.first_visit(tile)
+                head, m_block = self.first_visit(tile)
                 self.scores.load_slope(tile, head)
                 before = head, m_block  # the query block of the step before; of the first step itself, which has none
                 self.pipes.q.consumer_wait(q_state)
@@ -100,15 +126,16 @@ class BackwardConsumer(Untraced):
                 self.scores.make_p(acc_s, tile, head, m_block)
                 for i in cutlass.range(num_steps - 1, unroll=1):
                     self.past_the_end.clear_queries(tile, m_block, q_state, do_state)
-                    block, following = (head, m_block), self.kernel.next_visit(tile, head, m_block)
+                    block, following = (head, m_block), self.next_visit(tile, head, m_block)
                     if i == 0:
                         self.step(tile, block, following, before, q_state, do_state, ds_count, False, True)
                     else:
                         self.step(tile, block, following, before, q_state, do_state, ds_count, True, True)
                     before = head, m_block
-                    head, m_block = self.kernel.next_visit(tile, head, m_block)
-                    q_state.advance()
-                    do_state.advance()
+                    head, m_block = self.next_visit(tile, head, m_block)
+                    for _ in cutlass.range_constexpr(self.stride):
+                        q_state.advance()
+                        do_state.advance()
                     ds_count += 1
                 self.past_the_end.clear_queries(tile, m_block, q_state, do_state)
                 block = head, m_block
@@ -117,12 +144,19 @@ class BackwardConsumer(Untraced):
                 else:
                     self.step(tile, block, block, before, q_state, do_state, ds_count, True, False)
                 self.last_dq(tile, block, ds_count)
-                q_state.advance()
-                do_state.advance()
+                for _ in cutlass.range_constexpr(self.stride):
+                    q_state.advance()
+                    do_state.advance()
                 ds_count += 1
-                self.pipes.k.consumer_release(kv_state)
-                self.pipes.v.consumer_release(kv_state)
-                kv_state.advance()
+                if cutlass.const_expr(self.stride == 1):
+                    self.pipes.k.consumer_release(kv_state)
+                    self.pipes.v.consumer_release(kv_state)
+                    kv_state.advance()
+            if cutlass.const_expr(self.stride > 1):
+                if tile.first < tile.last:  # another warpgroup may have the only block
+                    self.pipes.k.consumer_release(kv_state)
+                    self.pipes.v.consumer_release(kv_state)
+                    kv_state.advance()
             self.sums.end_tile(tile_end, wave)
             wave += 1
             number = queue.take(wave)
@@ -152,7 +186,9 @@ class BackwardConsumer(Untraced):
         """
         # Passed on before the last instruction, the turn wakes the other warpgroup while the tensor cores execute it.
         pass_early = self.pingpong.pass_on if self.overlaps else None
-        next_q = after(q_state)
+        next_q = q_state
+        for _ in range(self.stride):
+            next_q = after(next_q)
         self.pipes.do.consumer_wait(do_state)
         if cutlass.const_expr(has_previous):
             self.exchange.wait_for_ds(ds_count - 1)
@@ -166,7 +202,9 @@ class BackwardConsumer(Untraced):
         if cutlass.const_expr(not self.overlaps):
             self.pingpong.pass_on()
         if cutlass.const_expr(has_previous):
-            share = self.sums.share(tile, *before) if cutlass.const_expr(self.kernel.has_lists) else None
+            share = None
+            if cutlass.const_expr(self.kernel.has_lists or self.kernel.pieces_of_share > 1):
+                share = self.sums.share(tile, *before)
             self.sums.turns.take()
             warpgroup.wait_group(2)
             self.sums.add(acc_dq, tile, *before, share)
@@ -189,11 +227,16 @@ class BackwardConsumer(Untraced):
         if cutlass.const_expr(has_next):
             self.pipes.q.consumer_wait(next_q)
         self.pingpong.wait()
+        pieces = range(1, self.kernel.pieces_of_share) if has_previous else ()
+        accs_dq = [self.gemms.issue_dq(ds_count - 1, piece) for piece in pieces]
         if cutlass.const_expr(has_next):
             acc_s = self.gemms.issue_s(next_q)
         self.gemms.issue_dk(self.scores.rdS, q_state, pass_early)
         if cutlass.const_expr(not self.overlaps):
             self.pingpong.pass_on()
+        for piece in pieces:
+            warpgroup.wait_group(len(pieces) - piece + 1 + has_next)
+            self.sums.add_piece(accs_dq[piece - 1], share, piece)
         if cutlass.const_expr(has_next):
             self.scores.read_lse(next_q)
             self.scores.prepare(tile, *following)
@@ -209,10 +252,16 @@ class BackwardConsumer(Untraced):
     def last_dq(self, tile, block: tuple, ds_count: Int32):
         """The dQ of a tile's last query block."""
         self.exchange.wait_for_ds(ds_count)
+        pieces = range(1, self.kernel.pieces_of_share)
         acc_dq = self.gemms.issue_dq(ds_count)
+        accs_dq = [self.gemms.issue_dq(ds_count, piece) for piece in pieces]
         self.sums.turns.take()
-        warpgroup.wait_group(0)
-        self.sums.add(acc_dq, tile, *block)
+        warpgroup.wait_group(len(pieces))
+        share = self.sums.share(tile, *block) if cutlass.const_expr(len(pieces) > 0) else None
+        self.sums.add(acc_dq, tile, *block, share)
+        for piece in pieces:
+            warpgroup.wait_group(len(pieces) - piece)
+            self.sums.add_piece(accs_dq[piece - 1], share, piece)
         self.sums.turns.give()
 
     @cute.jit
@@ -226,8 +275,12 @@ class BackwardConsumer(Untraced):
             self.exchange.sdS[None, None, self.exchange.ds_tile(next_ds)].iterator
             + self.thread.number // LANES * STAGED_ROWS * STAGED_COLUMNS
         )
-        self.gradients.store_dv(tile, self.gemms.acc_dv, scratch)
-        self.gradients.store_dk(tile, self.gemms.acc_dk, scratch)
+        self.store_gradients(tile, scratch)
         # in the next tile a warp writes dS where another warp's scratch was
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.thread.wg, number_of_threads=WARPGROUP)
         self.sums.repair(tile)
+
+    @cute.jit
+    def store_gradients(self, tile, scratch: cute.Pointer):
+        self.gradients.store_dv(tile, self.gemms.acc_dv, scratch)
+        self.gradients.store_dk(tile, self.gemms.acc_dk, scratch)

@@ -48,7 +48,7 @@ from cutlass.memory import SmemAllocator
 from .....geometry.integers import ceil_div
 from .....problem import AttentionProblem, Mask
 from ....arguments import BackwardSm90Arguments
-from ....config import REGISTERS, ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfigSm90
+from ....config import ROWS_PER_WARPGROUP, STAT_ROWS, BackwardConfigSm90
 from ...blocks.memory.layouts import as_batch_of_one, one_tile, rows_first, smem_tiles
 from ...blocks.memory.ptx import exit_if, increment
 from ...blocks.repair.rows import SourceTensors
@@ -66,6 +66,7 @@ from .paired import PEER_PIECES, PairedConsumer, adds_piece, piece_of
 from .producer import BackwardProducer
 from .rows import FIRST_WARP as FIRST_BACKGROUND_WARP
 from .rows import BackgroundRows, Progress, RowTensors, Scratch, make_row_tensors
+from .shared_keys import SharedKeysConsumer
 from .turns import SLOTS, TurnBarriers, TurnKeeper
 from .wide import P_WORDS, WideConsumer
 
@@ -122,7 +123,9 @@ class BackwardSm90(KeyTiles):
         self.steps_of_s, self.steps_of_dp = (ceil_div(d, 16) for d in (problem.head_dim, problem.head_dim_v))
         self.row_blocks, self.dq_columns = config.row_blocks, config.dq_columns(problem)
         self.keys_in_registers = config.keys_in_registers(problem)
-        self.num_pieces = self.head_dim // self.dq_columns  # of the columns of a dQ, with by_gradient
+        self.num_pieces = self.head_dim // self.dq_columns  # of the columns of a dQ, with by_gradient and by_queries
+        self.query_owners = config.query_owners
+        self.pieces_of_share = self.num_pieces if config.by_queries else 1
         # a warpgroup's share of a dQ: 64 of the queries, or some of the columns
         self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
         self.is_paired, self.cluster_size, self.ds_buffers = config.paired, config.tile_blocks, config.ds_buffers
@@ -146,7 +149,7 @@ class BackwardSm90(KeyTiles):
         # whether dq is written when the tiles of a head are done
         self.finishes_rows = self.has_background_rows and not self.has_private_dq
         self.p_copies = config.p_copies(problem)
-        self.producer_registers, self.consumer_registers = REGISTERS[config.num_warpgroups]
+        self.producer_registers, self.consumer_registers = config.registers
         self.flag_vectors = config.flag_vectors(problem)
 
     # ---------------------------------------------------------------- host
@@ -160,7 +163,7 @@ class BackwardSm90(KeyTiles):
         sV_layout = smem_tiles(ROWS_PER_WARPGROUP, self.head_dim_v, self.row_blocks, self.dtype)
         sQ_layout = smem_tiles(self.tile_m, self.head_dim, self.config.q_stages, self.dtype)
         sdO_layout = smem_tiles(self.tile_m, self.head_dim_v, self.config.do_stages, self.dtype)
-        sdS_layout = smem_tiles(self.tile_m, ROWS_PER_WARPGROUP, self.ds_buffers * self.row_blocks, self.dtype)
+        sdS_layout = smem_tiles(self.tile_m, ROWS_PER_WARPGROUP, self.config.ds_tiles, self.dtype)
         sPeerK_layout = None
         if cutlass.const_expr(self.is_paired):
             sPeerK_layout = smem_tiles(ROWS_PER_WARPGROUP, self.dq_columns, PEER_PIECES, self.dtype)
@@ -223,7 +226,8 @@ class BackwardSm90(KeyTiles):
             block=[self.config.num_threads, 1, 1],
             cluster=(self.cluster_size, 1, 1) if self.is_paired else None,
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.config.blocks_per_sm,
+            preferred_smem_carveout=100 if self.config.blocks_per_sm > 1 else None,  # percent
             cooperative=self.adds_in_turns,  # a wait for a turn is a wait for a thread block that runs
         )
 
@@ -297,7 +301,7 @@ class BackwardSm90(KeyTiles):
             self._make_pipeline(smem, 1, consumer_warps, k_bytes),
             self._make_pipeline(smem, 1, consumer_warps, v_bytes),
             *(
-                self._make_pipeline(smem, stages, consumer_warps, num_bytes, self.cluster_size)
+                self._make_pipeline(smem, stages, consumer_warps // self.query_owners, num_bytes, self.cluster_size)
                 for stages, num_bytes in (
                     (self.config.q_stages, self._bytes(self.tile_m, self.head_dim) + stats_bytes),
                     (self.config.do_stages, self._bytes(self.tile_m, self.head_dim_v)),
@@ -307,7 +311,8 @@ class BackwardSm90(KeyTiles):
         in_a_row = schedule.tiles_of_head if cutlass.const_expr(self.has_private_dq) else None
         readers = consumer_warps + self.adds_in_turns
         queue = TileQueue(smem, schedule.num_tiles, counter, readers, self.cluster_size, in_a_row, self.ring_lag > 0)
-        ds_full, p_full = (smem.allocate_array(cutlass.Int64, self.ds_buffers) for _ in range(2))
+        num_ds = self.ds_buffers * self.query_owners
+        ds_full, p_full = (smem.allocate_array(cutlass.Int64, num_ds) for _ in range(2))
         if cutlass.const_expr(self.is_paired):
             ds_empty = smem.allocate_array(cutlass.Int64, 1)
         turns = None
@@ -329,7 +334,7 @@ class BackwardSm90(KeyTiles):
                 for i in cutlass.range_constexpr(SLOTS * self.num_warpgroups):
                     cute.arch.mbarrier_init(turns.granted + i, 1)
                     cute.arch.mbarrier_init(turns.added + i, WARPS)
-            for i in cutlass.range_constexpr(self.ds_buffers):
+            for i in cutlass.range_constexpr(num_ds):
                 cute.arch.mbarrier_init(ds_full + i, 1 if self.is_paired else WARPS * self.row_blocks)
                 cute.arch.mbarrier_init(p_full + i, WARPS)
             if cutlass.const_expr(self.is_paired):
@@ -393,6 +398,8 @@ class BackwardSm90(KeyTiles):
                 consumer = PairedConsumer(self, buffers, inputs)
             elif cutlass.const_expr(self.config.by_gradient):
                 consumer = WideConsumer(self, buffers, inputs)
+            elif cutlass.const_expr(self.config.by_queries):
+                consumer = SharedKeysConsumer(self, buffers, inputs)
             else:
                 consumer = BackwardConsumer(self, buffers, inputs)
             if cutlass.const_expr(self.has_background_rows):
