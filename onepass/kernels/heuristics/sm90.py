@@ -200,7 +200,8 @@ def _of_blocks(problem: AttentionProblem) -> ForwardConfigSm90:
     A tile of several blocks visits what any of them sees. H200, random blocks, 16k tokens of hidden size 2048, a
     quarter kept, TFLOP/s of the kept ones (dense: 770 at head_dim 128, 625 at 64):
 
-        blocks of 64: tiles of 64 queries, two thread blocks on a multiprocessor, 583 and 476; one 492 and 343
+        blocks of 64: tiles of 64 queries, two thread blocks on a multiprocessor, 583 and 476; one 492 and 343; three
+            460 where two have 427 (head_dim 64, another run; 537 and 543 at 96)
             tiles of 128 queries and 64 keys 260 and 140, the tiles of dense attention 139 and 88
         blocks of 128: tiles of 128 queries and 128 keys 729 and 522, and 64 keys 679 and 476
     """
@@ -211,8 +212,10 @@ def _of_blocks(problem: AttentionProblem) -> ForwardConfigSm90:
     base = replace(base, dynamic_tiles=True)
     choices = [replace(base, tile_n=64 * most_keys, q_stages=2), base]
     if base.num_warpgroups == 1:
-        two, three = (replace(base, blocks_per_sm=count) for count in (2, 3))
-        choices = [three, replace(two, num_stages=4), replace(two, num_stages=3), two, base]
+        two = replace(base, blocks_per_sm=2)
+        choices = [replace(two, num_stages=4), replace(two, num_stages=3), two, base]
+        if max(problem.head_dim, problem.head_dim_v) <= 64:
+            choices = [replace(base, blocks_per_sm=3)]
     return next(config for config in choices if _fits(config, problem))
 
 
