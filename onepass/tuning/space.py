@@ -36,7 +36,7 @@ class Space(NamedTuple):
 
 # Every field and value here has been seen to pay somewhere (docs/kernels/, docs/lab/). A field that the exact number of
 # heads decides, not its power of two, stays with the heuristics (private_dq), and so does one that they need for the
-# head dim (by_gradient).
+# head dim or the mask (by_gradient, by_queries, blocks_per_sm).
 BOTH = (False, True)
 SPACES = {
     ("fwd", "sm90"): Space(
@@ -67,7 +67,7 @@ SPACES = {
         {"longest_first": BOTH, "pack_gqa": BOTH},
     ),
     ("bwd", "sm90"): Space(
-        {"tile_m": (64, 128), "q_stages": (2, 3, 4), "do_stages": (1, 2, 3)},
+        {"tile_m": (64, 128), "q_stages": (2, 3, 4), "do_stages": (1, 2, 3, 4)},
         {"dynamic_tiles": BOTH, "background_rows": BOTH, "pingpong": BOTH, "longest_first": BOTH},
     ),
     ("bwd", "sm80"): Space(
@@ -181,8 +181,8 @@ def _is_futile(config: Any, usual: Any, problem: AttentionProblem) -> bool:
         problem
     ):
         return True
-    if _differ("pingpong", config, usual) and config.num_warpgroups == 1:  # one warpgroup takes no turns
-        return True
+    if _differ("pingpong", config, usual) and (config.num_warpgroups == 1 or getattr(config, "by_queries", False)):
+        return True  # these warpgroups take no turns
     if getattr(config, "pack_gqa", False) and problem.qhead_per_kvhead == 1:
         return True
     if getattr(config, "v_stages", 0) == getattr(config, "num_stages", None):

@@ -26,6 +26,11 @@ OTHERS = {
     "256 packed causal": problem(256, 256, mask=CAUSAL, is_packed=True),
     "64 ranges": problem(64, 64, 8192, mask=Mask(), has_key_ranges=True),
     "128 ranges": problem(128, 128, 8192, mask=Mask(), has_key_ranges=True),
+    **{
+        f"{d}/{dv} blocks of 64": problem(d, dv, 4096, mask=Mask(), block_size=(64, 64))
+        for d, dv in ((64, 64), (64, 128), (96, 96), (128, 128), (128, 256))
+    },
+    "64 bits": problem(64, 64, 4096, mask=CAUSAL, block_size=(64, 64), has_block_bits=True),
     "128 group of 4": replace(problem(128, 128, mask=Mask(), num_heads_kv=1), seqlen_q=1),
     "128 group of 3 causal": replace(problem(128, 128, mask=CAUSAL), num_heads_q=12, seqlen_q=1),
 }

@@ -144,6 +144,7 @@ CASES += [ListCase(mask, size(330, 130), (256, 256), FP16) for mask in MASKS]
 CASES += [
     ListCase(mask, size(400, 130), dims) for mask in ("rollouts", "blocks of 64") for dims in ((96, 96), (192, 128))
 ]
+CASES += [ListCase("blocks of 64", size(400, 130), dims) for dims in ((64, 128), (128, 256))]
 CASES += [ListCase(mask, PACKED, (d, d)) for mask in PACKED_MASKS for d in (64, 128, 256)]
 # other tiles, and lists of more blocks than a warp has lanes
 CASES += [

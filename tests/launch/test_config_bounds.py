@@ -9,7 +9,7 @@ from onepass.errors import UnsupportedError
 from onepass.kernels.config import (
     REGISTERS,
     REGISTERS_OF_PAGES,
-    REGISTERS_SHARED,
+    REGISTERS_OF_SEVERAL,
     BackwardConfigSm80,
     BackwardConfigSm90,
     ForwardConfigSm80,
@@ -83,6 +83,9 @@ CASES = (
     (replace(FORWARD_SM90, cluster_size=2), "transposes_v", (False, True), {False}, FP8),
     (ONE_WARPGROUP, "blocks_per_sm", range(6), {1, 2, 3}, {}),
     (ONE_WARPGROUP, "blocks_per_sm", range(6), {1, 2}, {"head_dim": 128, "head_dim_v": 128}),
+    (ONE_WARPGROUP, "blocks_per_sm", range(6), {1, 2}, {"head_dim_v": 128}),
+    (replace(ONE_WARPGROUP, tile_n=48), "blocks_per_sm", range(6), {1}, {"head_dim_v": 256}),
+    (replace(ONE_WARPGROUP, blocks_per_sm=3), "tile_n", range(64, 129, 16), {64, 80, 96}, {}),
     (FORWARD_SM90, "blocks_per_sm", (1, 2, 3), {1}, {}),
     (replace(ONE_WARPGROUP, transposes_v=True), "blocks_per_sm", (1, 2), {1}, FP8),
     (ONE_WARPGROUP, "blocks_per_sm", (1, 2), {1}, {"kv_dtype": torch.float8_e4m3fn}),
@@ -98,6 +101,8 @@ CASES = (
     (BackwardConfigSm90(), "by_gradient", (False, True), {False, True}, {"head_dim": 128, "head_dim_v": 128}),
     (BackwardConfigSm90(), "num_warpgroups", range(5), {1, 2}, {}),
     (BackwardConfigSm90(), "num_warpgroups", (1, 2), {2}, {"head_dim": 128, "head_dim_v": 128}),
+    (BackwardConfigSm90(), "num_warpgroups", (1, 2), {2}, {"head_dim": 96, "head_dim_v": 96}),
+    (BackwardConfigSm90(num_warpgroups=1), "tile_m", (64, 128), {64}, {}),
     (BackwardConfigSm90(by_gradient=True), "num_warpgroups", (1, 2), {2}, {}),
     (BY_QUERIES, "num_warpgroups", (1, 2), {2}, {}),
     (BY_QUERIES, "tile_m", (64, 128), {64}, {}),
@@ -154,7 +159,7 @@ def test_architectures_that_are_refused(config, refusing):
 @pytest.mark.parametrize(
     ("blocks", "num_warpgroups", "registers"),
     [(1, *row) for table in (REGISTERS, REGISTERS_OF_PAGES) for row in table.items()]
-    + [(blocks, 1, registers) for blocks, registers in REGISTERS_SHARED.items()],
+    + [(blocks, 1, registers) for blocks, registers in REGISTERS_OF_SEVERAL.items()],
 )
 def test_no_thread_asks_for_registers_that_a_launch_does_not_give(blocks, num_warpgroups, registers):
     """A launch gives every thread the same multiple of 8, up to 255; a request for more than are free never ends."""

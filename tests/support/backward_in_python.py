@@ -188,15 +188,21 @@ def add_share(sums, acc_dq, share):
     machine.pause()
 
 
+VALUES_AT_A_TIME = 2  # so that sums pass in two parts, as those of 128 columns
+
+
 def put_sums(consumer, sums, first, wg):
-    place = consumer.exchange.sdS[None, None, consumer.exchange.ds_tile(0)]
-    place.write(consumer.thread.warp % 4, ("sums", sums[0] or ()))
+    for buffer in range(consumer.kernel.ds_buffers):
+        place = consumer.exchange.sdS[None, None, consumer.exchange.ds_tile(buffer)]
+        place.write(consumer.thread.warp % 4, ("sums", first, sums[first] or ()))
 
 
 def add_sums(consumer, sums, first, wg):
-    name, terms = consumer.exchange.sdS[None, None, consumer.kernel.ds_buffers * wg].content
-    assert name == "sums"
-    sums.fill((sums[0] or ()) + terms)
+    for buffer in range(consumer.kernel.ds_buffers):
+        name, part, terms = consumer.exchange.sdS[None, None, consumer.kernel.ds_buffers * wg + buffer].content
+        assert (name, part) == ("sums", first)
+    for i in range(VALUES_AT_A_TIME):
+        sums[first + i] = (sums[first + i] or ()) + terms
 
 
 def copy_to_peer(machine, target, source, num_bytes, barrier, rank):
@@ -322,6 +328,7 @@ class Launch(kernel_language.Launch):
             clear_rows=clear_rows,
             copy_to_peer=functools.partial(copy_to_peer, machine),
             copy_bulk=functools.partial(copy_bulk, machine),
+            VALUES_AT_A_TIME=VALUES_AT_A_TIME,
             row_products=lambda *_: 0.0,
             wgmma=SimpleNamespace(
                 issue_sum=functools.partial(issue_sum, machine),

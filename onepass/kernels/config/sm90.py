@@ -20,7 +20,8 @@ PROGRESS_HEADER = 8  # words of the backward's counters that are not those of a 
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
-REGISTERS_SHARED = {2: (40, 216), 3: (24, 136)}  # of one consumer warpgroup, by thread blocks on a multiprocessor
+# The same where several thread blocks of one consumer warpgroup are on a multiprocessor, by their number.
+REGISTERS_OF_SEVERAL = {2: (40, 216), 3: (24, 136)}
 REGISTERS_TO_TRANSPOSE = REGISTERS | {2: (40, 232), 4: (32, 112)}  # V, next to a producer
 REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # of a producer that looks up pages
 # Registers of a producer, a consumer and a converting thread, over an e4m3 cache.
@@ -230,7 +231,7 @@ class ForwardConfigSm90(LaunchConfig):
             self._check_float32()
         if problem.has_e4m3_cache:
             self._check_e4m3_cache(problem)
-        may_share = self.warp_specialized and self.num_warpgroups == 1 and self.blocks_per_sm in REGISTERS_SHARED
+        may_share = self.warp_specialized and self.num_warpgroups == 1 and self.blocks_per_sm in REGISTERS_OF_SEVERAL
         may_share = may_share and not (self.transposes_v or problem.has_e4m3_cache)
         if self.blocks_per_sm != 1 and not may_share:
             raise UnsupportedError(
@@ -243,13 +244,22 @@ class ForwardConfigSm90(LaunchConfig):
             raise UnsupportedError(f"shared memory: {self} needs {needed} bytes, a thread block has {limit}")
         # without a producer to take them from, as many as the launch gives
         registers_of = REGISTERS_TO_CONVERT if problem.has_e4m3_cache else REGISTERS
-        shared = REGISTERS_SHARED.get(self.blocks_per_sm)
-        available = (shared or registers_of[self.num_warpgroups])[1]
+        several = REGISTERS_OF_SEVERAL.get(self.blocks_per_sm)
+        available = (several or registers_of[self.num_warpgroups])[1]
         if not self.warp_specialized:
             available = 65536 // self.num_threads // 8 * 8
         registers = self.accumulator_registers(problem)
         if registers > available - 16:
             raise UnsupportedError(f"registers: {self} needs {registers} for S, P and O, a thread has {available}")
+        if several is not None:
+            # ptxas compiles a GEMM only if its accumulator fits into what the launch gives: of 80 registers, 48 are
+            # enough for it and 56 are not, of 128, 96 are and 128 are not
+            launched = 65536 // (self.num_threads * self.blocks_per_sm) // 8 * 8
+            largest = max(self.tile_n // self.score_buffers, head_dim_tile(value_columns(problem))) // 2
+            if largest > launched - 32:
+                raise UnsupportedError(
+                    f"registers: {self} needs {largest} for the accumulator of a GEMM, a launch gives {launched}"
+                )
 
     def _check_sums(self, problem: AttentionProblem) -> None:
         """The demands of two_level_sums on the other choices."""
@@ -303,18 +313,20 @@ class BackwardConfigSm90(LaunchConfig):
 
     Attributes:
         tile_m: query rows of one step of the main loop, 64 or 128.
-        num_warpgroups: consumer warpgroups: 2, or 1 of each of two thread blocks that share a multiprocessor.
+        num_warpgroups: consumer warpgroups: 2; or 1, and two thread blocks share a multiprocessor.
         by_gradient: one warpgroup has dV and the other dK, of the same 64 keys; else each has both, of its own 64 keys.
         by_queries: each warpgroup has both, of the same 64 keys, and every other block of queries; at the end of a tile
-            they add their sums: see device/sm90/backward/shared_keys.py.
+            they add their sums: see device/sm90/backward/shared_keys.py. With tile_m=64 and even numbers of buffers,
+            and not for deterministic problems.
         q_stages, do_stages: buffers for Q and for dO.
         private_dq: a thread block takes all tiles of keys of a kv head, one after the other. It sums dQ by itself: no
             zeros before, no other thread block's additions, and the last tile writes dq. For many heads of short
             sequences.
         background_rows: what is to be done for query rows before and after the tiles of keys (lse and delta, zeros, dq)
-            is done by idle warps during other tiles; else by kernels before and after. Not for packed sequences, and
-            without private_dq only with dynamic_tiles.
+            is done by idle warps during other tiles; else by kernels before and after. Not for packed sequences, with
+            by_queries or with one warpgroup, and without private_dq only with dynamic_tiles.
         pingpong: warpgroups take turns with the tensor cores, so that one's exponentials hide behind another's GEMMs.
+            Not with by_queries.
         longest_first: number the tiles of keys by length (only meaningful where they differ), in L2-sized sections of
             heads.
         dynamic_tiles: thread blocks draw tiles from a queue (dynamic persistent scheduling), not in a stride.
@@ -327,7 +339,7 @@ class BackwardConfigSm90(LaunchConfig):
             many blocks after the one before it: see block_range.turn_in_ring. 0: in one of the orders above. Neither
             for packed sequences, seqused_k, ranges, positions and left padding, nor with dynamic_tiles.
         overlap_gradients: dS is computed while the GEMM of dV runs, and the next P while that of dK does; else after
-            them, while the other warpgroup has the tensor cores. Not with by_gradient.
+            them, while the other warpgroup has the tensor cores. Not with by_gradient and by_queries.
         paired: clusters of two thread blocks take the 128 keys of a tile together, 64 each. They share the loads of Q
             and dO (TMA multicast) and exchange dS, and each adds half of the columns of dQ over the keys of both: see
             device/sm90/backward/paired.py. With by_gradient, and head dims of Q and K above 128.
@@ -381,11 +393,11 @@ class BackwardConfigSm90(LaunchConfig):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer and of a consumer thread."""
-        return REGISTERS_SHARED.get(self.blocks_per_sm) or REGISTERS[self.num_warpgroups]
+        return REGISTERS_OF_SEVERAL.get(self.blocks_per_sm) or REGISTERS[self.num_warpgroups]
 
     @property
-    def query_owners(self) -> int:
-        """Consumers that read each block of queries: one of so many warpgroups."""
+    def query_shares(self) -> int:
+        """In how many shares the consumer warpgroups have the blocks of queries: each its own, or all together one."""
         return self.num_warpgroups if self.by_queries else 1
 
     @property
@@ -400,7 +412,7 @@ class BackwardConfigSm90(LaunchConfig):
     @property
     def ds_tiles(self) -> int:
         """Tiles of 64 keys in all buffers of dS."""
-        return self.ds_buffers * self.row_blocks * self.query_owners
+        return self.ds_buffers * self.row_blocks * self.query_shares
 
     def keys_in_registers(self, problem: AttentionProblem) -> bool:
         """Whether a warpgroup has its K in registers for S^T = K Q^T, which then reads a third less shared memory.
@@ -516,7 +528,7 @@ class BackwardConfigSm90(LaunchConfig):
         # full and empty of K, V and each buffer of Q and dO; a slot with both in the queue of tiles; full of dS and P,
         # and in pairs empty of dS
         barriers = 2 * (2 + self.q_stages + self.do_stages) + (3 if self.dynamic_tiles else 0)
-        barriers += 3 if self.paired else 2 * DS_BUFFERS * self.query_owners
+        barriers += 3 if self.paired else 2 * DS_BUFFERS * self.query_shares
         if self.adds_in_turns(problem):
             barriers += 4 * self.num_warpgroups
         flags = 16 * self.consumer_warps * self.flag_vectors(problem)
@@ -528,18 +540,25 @@ class BackwardConfigSm90(LaunchConfig):
         return total
 
     def accumulator_registers(self, problem: AttentionProblem) -> int:
-        """Registers of a consumer thread for dK, dV, S or dP, P (with a softcap also times its slope) and dS."""
+        """Registers of a consumer thread for dK, dV, S or dP, P (with a softcap also times its slope) and dS.
+
+        A warpgroup that is the only one computes dQ of all columns, which are counted, too.
+        """
         d, dv = self.head_dims(problem)
         words = self.tile_m // 4 * (2 if problem.softcap is None else 3)
-        return (max(d, dv) if self.by_gradient else d + dv) // 2 + self.tile_m // 2 + words
+        dq = d // 2 if self.num_warpgroups == 1 else 0
+        return (max(d, dv) if self.by_gradient else d + dv) // 2 + self.tile_m // 2 + words + dq
 
     def check(self, problem: AttentionProblem, arch: str = HOPPER) -> None:
         """Raises: UnsupportedError, naming the bound, what is needed and what there is."""
         _require_hopper(arch)
         if self.num_warpgroups not in (1, 2):
             raise UnsupportedError(f"num_warpgroups: expected 1 or 2, got {self.num_warpgroups}")
-        if self.num_warpgroups == 1 and (self.by_gradient or self.by_queries or self.private_dq):
-            raise UnsupportedError("num_warpgroups: expected 2 with by_gradient, by_queries and private_dq, got 1")
+        takes_two = self.by_gradient or self.by_queries or self.private_dq or self.tile_m != 64
+        if self.num_warpgroups == 1 and takes_two:
+            raise UnsupportedError(
+                "num_warpgroups: expected 2 with by_gradient, by_queries, private_dq or tile_m=128, got 1"
+            )
         if self.tile_m not in (64, 128):
             raise UnsupportedError(f"tile_m: expected 64 or 128, got {self.tile_m}")
         if self.by_gradient and self.tile_m != 64:
@@ -548,8 +567,10 @@ class BackwardConfigSm90(LaunchConfig):
             raise UnsupportedError("overlap_gradients: expected False with by_gradient and by_queries")
         if self.by_queries:
             self._check_by_queries(problem)
-        if self.ring_lag < 0 or (self.adds_in_rings(problem) and not self.permits_rings(problem)):
-            raise UnsupportedError(f"ring_lag: expected 0 where tiles differ or are drawn, got {self.ring_lag}")
+        can_be_rings = self.permits_rings(problem) and not self.descending_turns
+        if self.ring_lag < 0 or (self.adds_in_rings(problem) and not can_be_rings):
+            expected = "0 where tiles differ or are drawn, or with descending_turns"
+            raise UnsupportedError(f"ring_lag: expected {expected}, got {self.ring_lag}")
         if self.adds_descending(problem) and problem.has_backward_lists:
             raise UnsupportedError(f"descending_turns: expected False with {problem.modifiers_named}")
         if self.paired:

@@ -215,7 +215,7 @@ def _of_blocks(problem: AttentionProblem) -> ForwardConfigSm90:
         two = replace(base, blocks_per_sm=2)
         choices = [replace(two, num_stages=4), replace(two, num_stages=3), two, base]
         if max(problem.head_dim, problem.head_dim_v) <= 64:
-            choices = [replace(base, blocks_per_sm=3)]
+            choices.insert(0, replace(base, blocks_per_sm=3))
     return next(config for config in choices if _fits(config, problem))
 
 
@@ -355,12 +355,14 @@ def _of_narrow_blocks(problem: AttentionProblem) -> BackwardConfigSm90 | None:
             337; tiles of 128 keys 176 (25 percent, another run)
         head_dim 128, by_queries 423 462 464, by_gradient 398 421 423; tiles of 128 keys 287 (likewise)
 
-    At head_dim 128 a warpgroup of two thread blocks lacks registers, and with dropout by_queries, too.
+    At head_dim 128 a warpgroup of two thread blocks lacks registers. There by_queries spills 6 to 59 values with
+    dropout, a bias, or bits and other modifiers, and by_gradient none.
     """
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest <= 64:
         return BackwardConfigSm90(num_warpgroups=1, dynamic_tiles=True)
-    if widest <= 128 and not problem.deterministic and problem.dropout_p == 0:
+    takes_registers = problem.dropout_p > 0 or problem.has_bias or problem.has_block_bits
+    if widest <= 128 and not (problem.deterministic or takes_registers):
         return BackwardConfigSm90(by_queries=True, q_stages=4, do_stages=4, dynamic_tiles=True)
     return None
 

@@ -13,6 +13,9 @@ ptxas moves the exponentials of P_(i+1) behind the wait for dK, whatever the sou
 warpgroups; it comes a step late, so that none of them waits for another one's dS. A step holds dK, dV, one accumulator
 (64, tile_m) for S and dP in turn, a share of dQ, and P and dS in 16 bits.
 
+Warpgroups that have the same keys (shared_keys.py) take no turns. Each has the blocks of queries of its own share, and
+dQ in pieces, the first one with dP as above and the others with S.
+
 What a step calls are parts of the consumer, each in a file of its own:
 
     gemms            gemms.py         operands and accumulators of the five GEMMs
@@ -78,7 +81,7 @@ class BackwardConsumer(Untraced):
 
     # ---------------------------------------------------------------- the blocks of queries that this warpgroup has
 
-    stride = 1  # each one of so many
+    stride = 1  # from one to its next one
 
     def first_buffers(self, q_state, do_state) -> tuple:
         """The states of the first buffers that this warpgroup reads, from those of all."""

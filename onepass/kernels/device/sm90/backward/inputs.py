@@ -32,7 +32,7 @@ class Mmas(NamedTuple):
     dp: cute.TiledMma  # dP^T = V dO^T
     dv: cute.TiledMma  # dV += P^T dO, P from registers
     dk: cute.TiledMma  # dK += dS^T Q, dS from registers
-    dq: cute.TiledMma  # dQ = dS K, over the keys of all warpgroups
+    dq: cute.TiledMma  # dQ = dS K, over all keys of the thread block
 
 
 class Buffers(NamedTuple):
@@ -42,6 +42,7 @@ class Buffers(NamedTuple):
         k, v: (64, columns, row blocks), the keys that this thread block has of a tile.
         q, do: (tile_m, columns, buffers).
         ds: (tile_m, 64, buffers * row blocks): queries in rows; the row blocks of keys of a buffer follow each other.
+            With by_queries each warpgroup has buffers of its own, one after the other.
         stats: (STAT_ROWS * tile_m, buffers) float32, -lse * log2(e) and -delta of the rows of q.
         flags: of dropout, see StagedFlags.
         p, p_full: see `wide.Exchange`.

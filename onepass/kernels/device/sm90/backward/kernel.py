@@ -1,11 +1,11 @@
 """The Hopper backward kernel: warp-specialized, persistent, five GEMMs a step.
 
-A tile is 64 * num_warpgroups keys of one kv head; the steps go through the query blocks that see them, of each query
-head of the group in turn, or with heads_together of all heads before the next block. Everything is computed transposed,
-keys in rows: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers, in the layout in which the next GEMMs read
-them as operand A. So dV += P^T dO and dK += dS^T Q accumulate in registers through the whole tile, and only dS goes
-through shared memory: dQ = dS K sums over the keys of all warpgroups. The dQ of a step is added to a float32
-accumulator in global memory.
+A tile is 64 keys of one kv head for each warpgroup (`tile_n`); the steps go through the query blocks that see them, of
+each query head of the group in turn, or with heads_together of all heads before the next block. Everything is computed
+transposed, keys in rows: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers, in the layout in which the
+next GEMMs read them as operand A. So dV += P^T dO and dK += dS^T Q accumulate in registers through the whole tile, and
+only dS goes through shared memory: dQ = dS K sums over the keys of all warpgroups. The dQ of a step is added to a
+float32 accumulator in global memory.
 
     producer warp        Q0 | K V | dO0 | Q1 dO1 | Q2 dO2 ...                      TMA, through circular buffers
     scheduler warp       the number of the next tile; how many tiles of each head are done
@@ -26,7 +26,7 @@ Buffers and barriers (mbarrier pairs full / empty; arrivals)
     dO    do_stages tiles (tile_m, head_dim_v)                     full: TMA bytes     empty: all consumer warps
     dS    2 tiles (tile_m, keys)                                   full: all consumer warps
 Above head_dim 128 (wide.py) P goes through shared memory, too, and in pairs of thread blocks (paired.py) buffers and
-barriers are shared.
+barriers are shared. Where warpgroups have the same keys (shared_keys.py), each buffer of Q, dO and dS belongs to one.
 
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1, Algorithm 3.
 """
@@ -124,7 +124,7 @@ class BackwardSm90(KeyTiles):
         self.row_blocks, self.dq_columns = config.row_blocks, config.dq_columns(problem)
         self.keys_in_registers = config.keys_in_registers(problem)
         self.num_pieces = self.head_dim // self.dq_columns  # of the columns of a dQ, with by_gradient and by_queries
-        self.query_owners = config.query_owners
+        self.query_shares = config.query_shares
         self.pieces_of_share = self.num_pieces if config.by_queries else 1
         # a warpgroup's share of a dQ: 64 of the queries, or some of the columns
         self.is_dq_by_rows = self.tile_m > ROWS_PER_WARPGROUP
@@ -301,7 +301,7 @@ class BackwardSm90(KeyTiles):
             self._make_pipeline(smem, 1, consumer_warps, k_bytes),
             self._make_pipeline(smem, 1, consumer_warps, v_bytes),
             *(
-                self._make_pipeline(smem, stages, consumer_warps // self.query_owners, num_bytes, self.cluster_size)
+                self._make_pipeline(smem, stages, consumer_warps // self.query_shares, num_bytes, self.cluster_size)
                 for stages, num_bytes in (
                     (self.config.q_stages, self._bytes(self.tile_m, self.head_dim) + stats_bytes),
                     (self.config.do_stages, self._bytes(self.tile_m, self.head_dim_v)),
@@ -311,7 +311,7 @@ class BackwardSm90(KeyTiles):
         in_a_row = schedule.tiles_of_head if cutlass.const_expr(self.has_private_dq) else None
         readers = consumer_warps + self.adds_in_turns
         queue = TileQueue(smem, schedule.num_tiles, counter, readers, self.cluster_size, in_a_row, self.ring_lag > 0)
-        num_ds = self.ds_buffers * self.query_owners
+        num_ds = self.ds_buffers * self.query_shares
         ds_full, p_full = (smem.allocate_array(cutlass.Int64, num_ds) for _ in range(2))
         if cutlass.const_expr(self.is_paired):
             ds_empty = smem.allocate_array(cutlass.Int64, 1)
@@ -473,7 +473,7 @@ class BackwardSm90(KeyTiles):
         return rows * columns * self.dtype.width // 8
 
     def _make_pipeline(self, smem, num_stages: int, consumer_warps: int, num_bytes: int, cluster_size: int = 1):
-        """A circular buffer that TMA fills and all consumer warps (of the cluster) empty, each with one arrival."""
+        """A circular buffer that TMA fills and so many warps (of each thread block) empty, each with one arrival."""
         thread = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             num_stages=num_stages,

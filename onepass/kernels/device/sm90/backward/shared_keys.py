@@ -95,6 +95,7 @@ class SharedKeysConsumer(BackwardConsumer):
         return self.kernel.num_warpgroups
 
     def num_steps(self, tile) -> Int32:
+        """How many of a tile's blocks this warpgroup has. Called once for each tile, before `first_visit`."""
         before, count = self.others_first[0], super().num_steps(tile)
         own = count - before + 1 >> 1
         self.others_first[0] = before + 2 * own - count

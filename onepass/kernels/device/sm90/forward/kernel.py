@@ -48,7 +48,7 @@ from ....arguments import ForwardSm90Arguments
 from ....config import (
     REGISTERS,
     REGISTERS_OF_PAGES,
-    REGISTERS_SHARED,
+    REGISTERS_OF_SEVERAL,
     REGISTERS_TO_CONVERT,
     ROWS_PER_WARPGROUP,
     ForwardConfigSm90,
@@ -186,8 +186,8 @@ class ForwardSm90:
         self.has_garbage = problem.is_packed or problem.has_seqused_k
         registers = REGISTERS_OF_PAGES if self.is_paged else REGISTERS
         registers = REGISTERS_TO_CONVERT if self.converts else registers
-        shared = REGISTERS_SHARED.get(config.blocks_per_sm)
-        self.producer_registers, self.consumer_registers, *more = shared or registers[config.num_warpgroups]
+        several = REGISTERS_OF_SEVERAL.get(config.blocks_per_sm)
+        self.producer_registers, self.consumer_registers, *more = several or registers[config.num_warpgroups]
         if self.transposes_v:
             self.producer_registers, self.consumer_registers = config.registers_to_transpose(problem)
         self.converter_registers = more[0] if more else None
