@@ -104,6 +104,7 @@ FEW_SPILLS = {
     "256 float16 packed seqused GQA window softcap": 20,
     "128 short GQA seqused window": 3,
     "128 GQA": 8,
+    "128 bits": 4,
     "64 left padding seqused deterministic": 4,
 }
 PARAMETERS = [pytest.param(name, asked, id=name) for name, asked in PROBLEMS.items()]

@@ -92,6 +92,12 @@ def test_every_problem_gets_a_configuration_that_it_can_take():
         (64, {"deterministic": True}, BackwardConfigSm90(num_warpgroups=1, dynamic_tiles=True)),
         (96, {}, BackwardConfigSm90(by_queries=True, q_stages=4, do_stages=4, dynamic_tiles=True)),
         (128, {"deterministic": True}, None),
+        (
+            128,
+            {"has_block_bits": True},
+            BackwardConfigSm90(by_queries=True, q_stages=4, do_stages=4, dynamic_tiles=True),
+        ),
+        (128, {"has_block_bits": True, "softcap": 30.0}, None),
         (128, {"dropout_p": 0.1}, None),
         (128, {"block_size": (64, 128)}, BackwardConfigSm90(q_stages=3, dynamic_tiles=True, overlap_gradients=True)),
         (192, {}, None),

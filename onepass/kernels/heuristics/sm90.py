@@ -355,13 +355,15 @@ def _of_narrow_blocks(problem: AttentionProblem) -> BackwardConfigSm90 | None:
             337; tiles of 128 keys 176 (25 percent, another run)
         head_dim 128, by_queries 423 462 464, by_gradient 398 421 423; tiles of 128 keys 287 (likewise)
 
-    At head_dim 128 a warpgroup of two thread blocks lacks registers. There by_queries spills 6 to 59 values with
-    dropout, a bias, or bits and other modifiers, and by_gradient none.
+    At head_dim 128 a warpgroup of two thread blocks lacks registers. There by_queries spills 4 values with bits (1062
+    us, by_gradient 1240: 8192 tokens, a quarter of the blocks), and 6 to 59 with dropout, a bias, or bits and other
+    terms, where by_gradient spills none.
     """
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest <= 64:
         return BackwardConfigSm90(num_warpgroups=1, dynamic_tiles=True)
-    takes_registers = problem.dropout_p > 0 or problem.has_bias or problem.has_block_bits
+    has_terms = problem.softcap is not None or problem.has_alibi
+    takes_registers = problem.dropout_p > 0 or problem.has_bias or (problem.has_block_bits and has_terms)
     if widest <= 128 and not (problem.deterministic or takes_registers):
         return BackwardConfigSm90(by_queries=True, q_stages=4, do_stages=4, dynamic_tiles=True)
     return None
