@@ -20,7 +20,8 @@ PROGRESS_HEADER = 8  # words of the backward's counters that are not those of a 
 # Registers of a producer and of a consumer thread, by number of consumer warpgroups. A launch gives every thread the
 # same multiple of 8, of 64 Ki in all; setmaxnreg only moves them (asking for more than are there waits forever).
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
-# The same where several thread blocks of one consumer warpgroup are on a multiprocessor, by their number.
+# Registers of a producer and of a consumer thread where thread blocks of one consumer warpgroup share a multiprocessor,
+# by the number of these thread blocks.
 REGISTERS_OF_SEVERAL = {2: (40, 216), 3: (24, 136)}
 REGISTERS_TO_TRANSPOSE = REGISTERS | {2: (40, 232), 4: (32, 112)}  # V, next to a producer
 REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}  # of a producer that looks up pages
